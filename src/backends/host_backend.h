@@ -1,0 +1,53 @@
+// The host backend: the reference that defines every byte. Plain loops over the format traits.
+#ifndef NVTE_EP_BACKENDS_HOST_BACKEND_H_
+#define NVTE_EP_BACKENDS_HOST_BACKEND_H_
+
+#include "core/backend.h"
+
+namespace nvte_ep {
+
+class HostBackend : public Backend {
+ public:
+  explicit HostBackend(int max_threads) : max_threads_(max_threads) {}
+  const char* name() const override { return "host"; }
+
+  Status quantize(int32_t format, const TensorView& tokens, const RowsView& rows, const CodecOptions& options,
+                  nvte_ep_stream_t stream) override;
+  Status dequantize(int32_t format, const RowsView& rows, const TensorView& tokens, const CodecOptions& options,
+                    const RowWeighting& weighting, nvte_ep_stream_t stream) override;
+  Status assemble(int32_t format, const RowsView& apart, const RowsView& packed, const CodecOptions& options,
+                  nvte_ep_stream_t stream) override;
+  Status direct_receive(int32_t format, const RowsView& rows, const IndexView& rows_per_expert,
+                        const OperandView& operand, const CodecOptions& options, nvte_ep_stream_t stream) override;
+  Status swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts, uint8_t* swizzled,
+                 bool inverse, nvte_ep_stream_t stream) override;
+  Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) override;
+  Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) override;
+  Status gather_scalars(int32_t top_k, const SlotAddress* slots, const float* const* rank_values,
+                        const TensorView& out, nvte_ep_stream_t stream) override;
+  Status allocate(int64_t bytes, void** pointer) override;
+  void release(void* pointer) override;
+
+ private:
+  int max_threads_;
+};
+
+// ---- shared by the files of the host backend ----
+
+inline int64_t load_index(const IndexView& view, int64_t i) {
+  return view.is_int64 ? static_cast<const int64_t*>(view.data)[i] : static_cast<const int32_t*>(view.data)[i];
+}
+
+inline void report(int32_t* findings, int32_t bits) {
+  if (findings != nullptr && bits != 0) *findings |= bits;
+}
+
+// Rows in use: row_count where given, clamped to the rows there are.
+int64_t rows_in_use(int64_t rows, const CodecOptions& options);
+
+// Items of which a thread of its own is worth while, for items of the given elements.
+inline int64_t grain_of(int64_t elements_per_item) { return std::max<int64_t>(1, 65536 / (elements_per_item + 1)); }
+
+}  // namespace nvte_ep
+
+#endif  // NVTE_EP_BACKENDS_HOST_BACKEND_H_

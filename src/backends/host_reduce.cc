@@ -1,0 +1,116 @@
+// The host's part of dispatch and combine: rows into slots, and slots summed back to tokens.
+#include <vector>
+
+#include "backends/host_backend.h"
+#include "backends/host_rows.h"
+#include "backends/parallel_for.h"
+
+namespace nvte_ep {
+namespace {
+
+int32_t rank_of(SlotAddress address) { return static_cast<int32_t>(address >> kSlotBits); }
+int64_t slot_of(SlotAddress address) { return address & ((int64_t{1} << kSlotBits) - 1); }
+
+// sum += weight * row, two roundings.
+void add_slot(const ReduceRows& r, SlotAddress address, std::vector<float>* row, std::vector<float>* sum) {
+  const int32_t rank = rank_of(address);
+  const int64_t slot = slot_of(address);
+  const int64_t hidden = r.result.columns();
+  load_row(static_cast<const uint8_t*>(r.rank_rows[rank]) + slot * r.rank_strides[rank], r.result.dtype, hidden,
+           row->data());
+  const float* weights = r.rank_weights[rank];
+  if (weights == nullptr) {
+    for (int64_t h = 0; h < hidden; ++h) (*sum)[h] = add_rn((*sum)[h], (*row)[h]);
+  } else {
+    const float w = weights[slot];
+    for (int64_t h = 0; h < hidden; ++h) (*sum)[h] = add_rn((*sum)[h], mul_rn(w, (*row)[h]));
+  }
+}
+
+// What a partial row becomes when it crosses in MXFP8.
+void round_to_mxfp8(std::vector<float>* partial) {
+  uint8_t codes[Mxfp8::kBlock];
+  for (size_t b = 0; b < partial->size(); b += Mxfp8::kBlock) {
+    const uint8_t scale = Mxfp8::encode_block(partial->data() + b, 1, codes, 1);
+    for (int i = 0; i < Mxfp8::kBlock; ++i) (*partial)[b + i] = Mxfp8::decode(codes[i], scale);
+  }
+}
+
+void sum_token(const ReduceRows& r, const SlotAddress* slots, std::vector<float>* row, std::vector<float>* partial,
+               std::vector<float>* sum) {
+  std::fill(sum->begin(), sum->end(), 0.0f);
+  if (r.partial_format == NVTE_EP_FORMAT_BF16) {
+    for (int32_t k = 0; k < r.top_k; ++k) {
+      if (slots[k] >= 0) add_slot(r, slots[k], row, sum);
+    }
+    return;
+  }
+  for (int32_t rank = 0; rank < r.num_ranks; ++rank) {
+    bool any = false;
+    for (int32_t k = 0; k < r.top_k; ++k) {
+      if (slots[k] < 0 || rank_of(slots[k]) != rank) continue;
+      if (!any) std::fill(partial->begin(), partial->end(), 0.0f);
+      any = true;
+      add_slot(r, slots[k], row, partial);
+    }
+    if (!any) continue;
+    round_to_mxfp8(partial);
+    for (size_t h = 0; h < sum->size(); ++h) (*sum)[h] = add_rn((*sum)[h], (*partial)[h]);
+  }
+}
+
+}  // namespace
+
+Status HostBackend::gather_rows(const GatherRows& g, nvte_ep_stream_t) {
+  parallel_for(g.slots, grain_of(g.row_bytes), max_threads_, [&](int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; ++s) {
+      const int64_t source = g.slot_source[s];
+      const int64_t rank = source >> 32;
+      const int64_t token = source & 0xFFFFFFFF;
+      if (g.out != nullptr) {
+        uint8_t* out = static_cast<uint8_t*>(g.out) + s * g.out_stride;
+        if (source < 0) {
+          std::memset(out, 0, static_cast<size_t>(g.row_bytes));
+        } else {
+          std::memcpy(out, static_cast<const uint8_t*>(g.rank_rows[rank]) + token * g.rank_strides[rank],
+                      static_cast<size_t>(g.row_bytes));
+        }
+      }
+      if (g.out_weights != nullptr) {
+        g.out_weights[s] =
+            source < 0 ? 0.0f : g.rank_weights[rank][token * g.rank_weight_strides[rank] + g.slot_k[s]];
+      }
+    }
+  });
+  return Status();
+}
+
+Status HostBackend::reduce_rows(const ReduceRows& r, nvte_ep_stream_t) {
+  const int64_t hidden = r.result.columns();
+  parallel_for(r.result.rows(), grain_of(hidden * r.top_k), max_threads_, [&](int64_t begin, int64_t end) {
+    std::vector<float> row(static_cast<size_t>(hidden)), partial(row), sum(row);
+    for (int64_t t = begin; t < end; ++t) {
+      sum_token(r, r.slots + t * r.top_k, &row, &partial, &sum);
+      if (r.accumulate) {
+        load_row(r.result.row(t), r.result.dtype, hidden, row.data());
+        for (int64_t h = 0; h < hidden; ++h) sum[h] = add_rn(row[h], sum[h]);
+      }
+      store_row(sum.data(), r.result.dtype, hidden, r.result.row(t));
+    }
+  });
+  return Status();
+}
+
+Status HostBackend::gather_scalars(int32_t top_k, const SlotAddress* slots, const float* const* rank_values,
+                                   const TensorView& out, nvte_ep_stream_t) {
+  for (int64_t t = 0; t < out.rows(); ++t) {
+    float* row = reinterpret_cast<float*>(out.row(t));
+    for (int32_t k = 0; k < top_k; ++k) {
+      const SlotAddress address = slots[t * top_k + k];
+      row[k] = address < 0 ? 0.0f : rank_values[rank_of(address)][slot_of(address)];
+    }
+  }
+  return Status();
+}
+
+}  // namespace nvte_ep

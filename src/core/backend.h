@@ -1,0 +1,148 @@
+// Backend: the arithmetic of the library on one kind of memory. Implementations: host (the reference that defines every
+// byte) and CUDA. Arguments are checked before they get here; pointers are on the backend's device; every call enqueues on
+// the stream only (host: does the work) and allocates nothing.
+#ifndef NVTE_EP_CORE_BACKEND_H_
+#define NVTE_EP_CORE_BACKEND_H_
+
+#include <cstdint>
+
+#include "core/operand_layout.h"
+#include "core/row_layout.h"
+#include "core/status.h"
+#include "core/tensor_view.h"
+
+namespace nvte_ep {
+
+// T quantised rows: packed, or payload and scales apart. Strides are in bytes.
+struct RowsView {
+  uint8_t* payload = nullptr;
+  int64_t payload_stride = 0;
+  uint8_t* scales = nullptr;  // null where the format has none
+  int64_t scales_stride = 0;
+  uint8_t* token_scales = nullptr;  // null: none (other formats, or apart in tensor-scale mode)
+  int64_t token_scale_stride = 0;
+  int64_t rows = 0;
+  int64_t hidden = 0;
+  bool packed = false;  // the three pointers lie in one row, whose pad bytes are written too
+};
+
+inline RowsView packed_rows(int32_t format, void* base, int64_t row_stride_bytes, int64_t rows, int64_t hidden) {
+  const RowLayout layout = row_layout(*find_format(format), hidden);
+  uint8_t* p = static_cast<uint8_t*>(base);
+  RowsView view;
+  view.payload = p;
+  view.scales = layout.scale_bytes && p ? p + layout.payload_bytes : nullptr;
+  view.token_scales = layout.token_scale_bytes && p ? p + layout.token_scale_offset : nullptr;
+  view.payload_stride = view.scales_stride = view.token_scale_stride = row_stride_bytes;
+  view.rows = rows;
+  view.hidden = hidden;
+  view.packed = true;
+  return view;
+}
+
+// Integers in the backend's memory, int32 or int64; null data: not given.
+struct IndexView {
+  void* data = nullptr;
+  bool is_int64 = true;
+};
+
+struct CodecOptions {
+  bool stochastic = false;
+  bool saturate = false;
+  bool scale_up = false;
+  bool column_max = false;
+  uint64_t row_id_base = 0;
+  int32_t rank = 0;
+  const int64_t* rng_state = nullptr;           // {seed, offset}
+  const float* tensor_scale = nullptr;          // [1]
+  const float* fixed_expert_scale = nullptr;    // [E]
+  IndexView row_count;                          // [1]; rows in use
+  int32_t* findings = nullptr;                  // [1]
+};
+
+// Decoding gradients of weighted slots: row s becomes decoded * weights[s], dots[s] = decoded . expert_out[s].
+struct RowWeighting {
+  const float* weights = nullptr;         // [slots]
+  const int64_t* slot_source = nullptr;   // [slots], negative: padding, whose results are zero
+  TensorView expert_out;                  // data null: no dots
+  float* dots = nullptr;                  // [slots]
+};
+
+// Where a token's k-th copy went: rank << 40 | slot, or -1.
+using SlotAddress = int64_t;
+constexpr int kSlotBits = 40;
+constexpr SlotAddress slot_address(int32_t rank, int64_t slot) {
+  return (static_cast<int64_t>(rank) << kSlotBits) | slot;
+}
+
+// Rows of every rank into this rank's slots: slot s takes row (rank, token) of slot_source[s] = rank << 32 | token; a
+// negative source is padding and becomes zero.
+struct GatherRows {
+  const void* const* rank_rows;           // [ranks] first row of each rank
+  const int64_t* rank_strides;            // [ranks] bytes
+  const float* const* rank_weights;       // [ranks] float32 [T, K] of each rank (or null), row stride below
+  const int64_t* rank_weight_strides;     // [ranks] elements
+  const int64_t* slot_source;             // [slots]
+  const int32_t* slot_k;                  // [slots] which of the token's top_k choices
+  int64_t slots;                          // total_rows
+  int64_t row_bytes;
+  void* out;                              // null: weights only
+  int64_t out_stride;                     // bytes
+  float* out_weights;                     // [slots] or null
+};
+
+// A token's slots on every rank, summed: result[t] = sum over k of weight * row, FP32, in order of k, rounded once.
+struct ReduceRows {
+  int32_t num_ranks;
+  int32_t top_k;
+  const void* const* rank_rows;        // [ranks] first slot of each rank
+  const int64_t* rank_strides;         // [ranks] bytes
+  const float* const* rank_weights;    // [ranks] float32 [slots], or null entries: 1
+  const SlotAddress* slots;            // [T, K]
+  TensorView result;                   // [T, H]; its dtype is that of the rows
+  bool accumulate;
+  int32_t partial_format;  // BF16: rows travel as they are; MXFP8: one partial row per (token, rank) is rounded to MXFP8
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual const char* name() const = 0;
+
+  virtual Status quantize(int32_t format, const TensorView& tokens, const RowsView& rows, const CodecOptions& options,
+                          nvte_ep_stream_t stream) = 0;
+  virtual Status dequantize(int32_t format, const RowsView& rows, const TensorView& tokens,
+                            const CodecOptions& options, const RowWeighting& weighting, nvte_ep_stream_t stream) = 0;
+  // Rows given apart into packed ones; the token scale comes from the rows or from options.tensor_scale.
+  virtual Status assemble(int32_t format, const RowsView& apart, const RowsView& packed, const CodecOptions& options,
+                          nvte_ep_stream_t stream) = 0;
+  virtual Status direct_receive(int32_t format, const RowsView& rows, const IndexView& rows_per_expert,
+                                const OperandView& operand, const CodecOptions& options, nvte_ep_stream_t stream) = 0;
+  // scales [R, C] <-> tiles; rows_per_expert.data null: one matrix.
+  virtual Status swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts,
+                         uint8_t* swizzled, bool inverse, nvte_ep_stream_t stream) = 0;
+
+  virtual Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) = 0;
+  virtual Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) = 0;
+  // out[t, k] = rank_values[rank][slot] of slots[t, k], 0 where there is none.
+  virtual Status gather_scalars(int32_t top_k, const SlotAddress* slots, const float* const* rank_values,
+                                const TensorView& out, nvte_ep_stream_t stream) = 0;
+
+  // Scratch memory, aligned to 256 bytes.
+  virtual Status allocate(int64_t bytes, void** pointer) = 0;
+  virtual void release(void* pointer) = 0;
+};
+
+// The backend of a device, from src/backends/registry.cc; UNSUPPORTED with the reason where there is none.
+// max_threads bounds what a host call uses (0: as many as there are cores).
+Status find_backend(const Device& device, int max_threads, Backend** backend);
+
+struct Availability {
+  const char* name;
+  bool available;
+  std::string reason;
+};
+
+}  // namespace nvte_ep
+
+#endif  // NVTE_EP_CORE_BACKEND_H_
