@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Adds up the tests of a results folder: NAME.ctest.xml with the programs that ctest ran, NAME.gtest/PROGRAM.xml
-with the cases inside a program, and JUnit files of anything else. The last line is 'N passed, N failed'."""
+"""Adds up the tests of a results folder: NAME.ctest.xml with the programs that ctest ran, the cases inside a
+program in NAME.gtest/PROGRAM.xml, and JUnit files of anything else. The last line is 'N passed, N failed'."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def count_junit(path: Path) -> Count:
 
 
 def count_ctest(path: Path) -> Count:
-    """Cases of every program where it wrote them, the program itself where not. A program that failed without a
-    failed case (it crashed, or timed out) counts as one failure."""
+    """Cases of every program where it wrote them, else the program itself. One that failed without a failed
+    case (it crashed, or timed out) counts as one failure."""
     total = Count()
     cases = path.with_name(path.name.replace(".ctest.xml", ".gtest"))
     for program in ElementTree.parse(path).iter("testcase"):

@@ -16,7 +16,8 @@ if [[ -z $nvcc || ${NVTE_EP_NVCC_FROM_PYPI:-0} == 1 ]]; then
   toolkit="$("$VENV/bin/python" -c 'import nvidia, os; print(os.path.join(list(nvidia.__path__)[0], "cu13"))')"
   nvcc="$toolkit/bin/nvcc"
   # The wheels have lib/ where nvcc looks for lib64/, and no unversioned libcudart.so for FindCUDAToolkit.
-  arguments+=("-DCMAKE_CUDA_FLAGS=-L$toolkit/lib" "-DCUDA_CUDART=$toolkit/lib/libcudart.so.13")
+  export CUDAFLAGS="-L$toolkit/lib ${CUDAFLAGS:-}"
+  arguments+=("-DCUDA_CUDART=$toolkit/lib/libcudart.so.13")
 fi
 
 say "CUDA build with $nvcc"

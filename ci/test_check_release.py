@@ -3,15 +3,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
+import check_release
 import pytest
-
-_spec = importlib.util.spec_from_file_location("check_release", Path(__file__).with_name("check_release.py"))
-assert _spec is not None and _spec.loader is not None
-check_release = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(check_release)
 
 HEADER = """#define NVTE_EP_VERSION_MAJOR 1
 #define NVTE_EP_VERSION_MINOR 2

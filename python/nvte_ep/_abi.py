@@ -76,8 +76,11 @@ CONSTANTS: dict[str, int] = {
 
 
 def choices(prefix: str) -> dict[str, int]:
-    """The constants that begin with prefix, by the lower-case rest of their names: {"nearest": 0, "stochastic": 1}."""
-    return {name[len(prefix) :].lower(): value for name, value in CONSTANTS.items() if name.startswith(prefix)}
+    """The constants that begin with prefix, by the lower-case rest of their names: {"nearest": 0,
+    "stochastic": 1}."""
+    return {
+        name[len(prefix) :].lower(): value for name, value in CONSTANTS.items() if name.startswith(prefix)
+    }
 
 
 Stream = c_void_p  # nvte_ep_stream_t

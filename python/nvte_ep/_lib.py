@@ -51,8 +51,8 @@ def find() -> Path:
 
 
 def _load(file: Path) -> ctypes.CDLL:
-    # RTLD_LOCAL: TransformerEngine exports other functions under the same prefix. CDLL, not PyDLL: a collective that
-    # waits for its peers must not hold the GIL.
+    # RTLD_LOCAL: TransformerEngine exports other functions under the same prefix. CDLL, not PyDLL: a
+    # collective that waits for its peers must not hold the GIL.
     try:
         library = ctypes.CDLL(str(file), mode=ctypes.RTLD_LOCAL)
     except OSError as error:
@@ -60,6 +60,15 @@ def _load(file: Path) -> ctypes.CDLL:
     expected = _abi.CONSTANTS["NVTE_EP_ABI_VERSION"]
     try:
         version = int(library.nvte_ep_abi_version())
+    except AttributeError as error:
+        raise AbiMismatchError(Status.ABI_MISMATCH, f"{file} is no {LIBRARY_NAME}: {error}") from error
+    if version != expected:
+        raise AbiMismatchError(
+            Status.ABI_MISMATCH,
+            f"ABI version: {_abi.__file__} is for {expected}, the library {file} has {version}; "
+            f"another release may be in the way (see {LIBRARY_VARIABLE})",
+        )
+    try:
         for name, (restype, argtypes) in _abi.FUNCTIONS.items():
             function = getattr(library, name)
             function.restype = restype
@@ -68,19 +77,14 @@ def _load(file: Path) -> ctypes.CDLL:
         raise AbiMismatchError(
             Status.ABI_MISMATCH, f"{file} lacks a function that {_abi.__file__} names: {error}"
         ) from error
-    if version != expected:
-        raise AbiMismatchError(
-            Status.ABI_MISMATCH,
-            f"ABI version: {_abi.__file__} is for {expected}, the library {file} has {version}; "
-            f"a {LIBRARY_NAME} of another release may be in the way (see {LIBRARY_VARIABLE})",
-        )
     return library
 
 
 def library() -> ctypes.CDLL:
     """The loaded library, every function with its types."""
     global _library
-    # No lock: loading twice gives the same library, while a lock could be held for ever in the child of a fork.
+    # No lock: loading twice gives the same library, while a lock could be held for ever in the child of a
+    # fork.
     if _library is None:
         _library = _load(find())
     return _library
@@ -101,7 +105,8 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def quiet_call(name: str, *arguments: Any) -> None:
-    """A call for finalizers: it never raises. The collector may run it between a failed call and the reading of its
+    """A call for finalizers: it never raises. The collector may run it between a failed call and the reading
+    of its
     text, which this call clears: so the text is kept for last_error."""
     text = library().nvte_ep_last_error().decode(errors="replace")
     getattr(library(), name)(*arguments)

@@ -154,11 +154,11 @@ Status HostBackend::direct_receive(int32_t format, const RowsView& rows, const I
         int k;
         const Nvfp4::ScaleKind kind = Nvfp4::classify(token_scale_at(rows, first + i), &k);
         for (int64_t j = 0; j < columns; ++j) {
+          const uint8_t magnitude = b[j] & 0x7Fu;
           uint8_t code = 0;  // a zero token
-          if (kind == Nvfp4::ScaleKind::kNan || second.illegal) {
-            code = 0x7F;
+          if (kind == Nvfp4::ScaleKind::kNan || second.illegal || magnitude == 0x7Fu) {
+            code = 0x7F;  // a NaN block scale reads as NaN under any token scale
           } else if (kind == Nvfp4::ScaleKind::kLive) {
-            const uint8_t magnitude = b[j] & 0x7Fu;
             code = e4m3_scale_exponent(magnitude, second.k - k);
             if (k > second.k && e4m3_scale_exponent(code, k - second.k) != magnitude) misfit = true;
           }

@@ -1,9 +1,9 @@
 // THE list of backends: CUDA if it was built and its probe says yes; the host always.
-#include "backends/registry.h"
-
+#include <algorithm>
 #include <thread>
 
 #include "backends/host_backend.h"
+#include "core/backend.h"
 
 namespace nvte_ep {
 

@@ -5,6 +5,8 @@
 #define NVTE_EP_CORE_BACKEND_H_
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "core/operand_layout.h"
 #include "core/row_layout.h"
@@ -137,11 +139,13 @@ class Backend {
 // max_threads bounds what a host call uses (0: as many as there are cores).
 Status find_backend(const Device& device, int max_threads, Backend** backend);
 
+// What a list (of backends, of transports) says of itself.
 struct Availability {
   const char* name;
   bool available;
-  std::string reason;
+  std::string reason;  // where it is not
 };
+std::vector<Availability> list_backends();
 
 }  // namespace nvte_ep
 

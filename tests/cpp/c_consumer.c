@@ -35,13 +35,13 @@ static nvte_ep_tensor_t tokens_of(const uint16_t* data, int64_t rows) {
 }
 
 /* Each INIT macro must be a constant initialiser of its struct, with struct_size set and nothing else. */
-#define CHECK_INIT(type, init)                          \
-  do {                                                  \
-    static const type fresh = init;                     \
-    type zero;                                          \
-    memset(&zero, 0, sizeof zero);                      \
-    zero.struct_size = (uint32_t)sizeof zero;           \
-    CHECK(memcmp(&fresh, &zero, sizeof zero) == 0);     \
+#define CHECK_INIT(type, init)                      \
+  do {                                              \
+    static const type fresh = init;                 \
+    type zero;                                      \
+    memset(&zero, 0, sizeof zero);                  \
+    zero.struct_size = (uint32_t)sizeof zero;       \
+    CHECK(memcmp(&fresh, &zero, sizeof zero) == 0); \
   } while (0)
 
 static void check_struct_init(void) {
@@ -87,7 +87,10 @@ static void check_library(void) {
 static void check_codecs(void) {
   static uint16_t tokens[HIDDEN], back[HIDDEN], ones[HIDDEN];
   /* Rows want 16-byte alignment; a union gives it in C99. */
-  union { long double align; uint8_t bytes[48]; } row;
+  union {
+    long double align;
+    uint8_t bytes[48];
+  } row;
   nvte_ep_tensor_t x = tokens_of(tokens, 1), y = tokens_of(back, 1), u = tokens_of(ones, 1), rows;
   int64_t row_bytes = -1;
   int i;

@@ -1,7 +1,7 @@
 """The small number types as ordered tables of exact values.
 
-Encoding is a search in the ascending list of FP32 bit patterns at which the code changes: no shifting or rounding
-of significands, so that nothing here has the shape of the code under test.
+Encoding is a search in the ascending list of FP32 bit patterns at which the code changes: no shifting or
+rounding of significands, so that nothing here has the shape of the code under test.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def round_to_bf16(x: Bits) -> Halves:
 
 
 def widen_bf16(x: Halves) -> Bits:
-    return np.left_shift(x.astype(np.uint32), np.uint32(16))
+    result: Bits = x.astype(np.uint32) << np.uint32(16)
+    return result
 
 
 def _fp16_value(code: int) -> Fraction:
@@ -142,7 +143,8 @@ def round_to_fp16(x: Bits) -> Halves:
 
 
 def widen_fp16(x: Halves) -> Bits:
-    return np.bitwise_or(_FP16_WIDE[x & 0x7FFF], (x & 0x8000).astype(np.uint32) << 16)
+    result: Bits = _FP16_WIDE[x & 0x7FFF] | ((x & 0x8000).astype(np.uint32) << 16)
+    return result
 
 
 def neighbours(magnitudes: Bits, reach: int = 1) -> Bits:

@@ -1,8 +1,8 @@
 """FP32 arithmetic in integers.
 
 Every FP32 value is carried as its bits (uint32). Products, sums and reciprocals are formed exactly in int64
-and rounded once, to nearest with ties to even, subnormals included. The host's floating point is never used, so
-the golden vectors cannot depend on compiler flags, flushing of subnormals or contraction.
+and rounded once, to nearest with ties to even, with subnormals. The host's floating point is never used, so
+that the golden vectors cannot depend on compiler flags, flushing of subnormals or contraction.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ MAGNITUDE = 0x7FFFFFFF
 
 
 def magnitude(x: Bits) -> Bits:
-    return np.bitwise_and(x, np.uint32(MAGNITUDE))
+    result: Bits = x & np.uint32(MAGNITUDE)
+    return result
 
 
 def is_nan(x: Bits) -> Flags:
-    return np.greater(magnitude(x), np.uint32(INF))
+    result: Flags = magnitude(x) > INF
+    return result
 
 
 def is_inf(x: Bits) -> Flags:
-    return np.equal(magnitude(x), np.uint32(INF))
+    result: Flags = magnitude(x) == INF
+    return result
 
 
 def power_of_two(exponent: Ints | int) -> Bits:
@@ -54,7 +57,8 @@ def _bit_length(x: Ints) -> Ints:
         large = rest >= (np.int64(1) << step)
         length += np.where(large, step, 0)
         rest = np.where(large, rest >> step, rest)
-    return np.add(length, rest)
+    result: Ints = length + rest
+    return result
 
 
 def round_to_fp32(negative: Flags, significand: Ints, exponent: Ints) -> Bits:
@@ -71,7 +75,8 @@ def round_to_fp32(negative: Flags, significand: Ints, exponent: Ints) -> Bits:
     # A carry out of the significand moves into the exponent field by itself; so does the step from subnormal.
     bits = np.where(shift <= 0, left, rounded) + ((lsb + 149) << 23)
     bits = np.where(significand == 0, 0, np.minimum(bits, INF))
-    return np.add(bits, negative.astype(np.int64) << 31).astype(np.uint32)
+    result: Bits = (bits + (negative.astype(np.int64) << 31)).astype(np.uint32)
+    return result
 
 
 def _split(x: Bits) -> tuple[Flags, Ints, Ints]:
@@ -114,7 +119,8 @@ def add(a: Bits, b: Bits) -> Bits:
 
 
 def negate(x: Bits) -> Bits:
-    return np.bitwise_xor(x, np.uint32(0x80000000))
+    result: Bits = x ^ np.uint32(0x80000000)
+    return result
 
 
 def reciprocal(x: Bits) -> Bits:

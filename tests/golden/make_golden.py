@@ -2,10 +2,10 @@
 """Makes the golden vectors: what every backend of the library must produce, bit for bit.
 
     make_golden.py            writes vectors/ beside this file
-    make_golden.py --check    makes them again elsewhere and compares byte for byte; exit status 1 on any difference
+    make_golden.py --check    makes them again elsewhere and compares byte for byte; status 1 if one differs
 
-README.md says what each case holds. The files of this folder are an implementation of their own, in exact integers;
-none of the library's sources is used.
+README.md says what each case holds. The files of this folder are an implementation of their own, in exact
+integers; none of the library's sources is used.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ from tokens import (
     nvfp4_scale_thresholds,
     scaled,
 )
+
+# Bits of the codecs' findings.
+TENSOR_SCALE = 2
+EXPERT_SCALE = 4
 
 AnyArray = npt.NDArray[np.generic]
 Value = str | int | list[int]
@@ -143,7 +147,7 @@ def tables(out: Vectors, numbers: Numbers) -> None:
     out.case("bf16_round", "bf16_round", {"x": x, "y": codes.round_to_bf16(x)})
     out.case("fp16_round", "fp16_round", {"x": x, "y": codes.round_to_fp16(x)})
 
-    counter, key, y = (np.array(column, np.uint32) for column in zip(*philox.KNOWN_ANSWERS))
+    counter, key, y = (np.array(column, np.uint32) for column in zip(*philox.KNOWN_ANSWERS, strict=True))
     more = (numbers.words(29, 6) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     drawn = [
         philox.philox4x32(row[:4].astype(np.uint64), (int(row[4]), int(row[5]))).astype(np.uint32)
@@ -164,7 +168,7 @@ def tables(out: Vectors, numbers: Numbers) -> None:
     streams = numbers.below(2, 32).astype(np.int32)
     drawn_bytes = [
         philox.random_bytes(int(seed), int(offset), int(stream), block)
-        for seed, offset, stream, block in zip(seeds, offsets, streams, blocks)
+        for seed, offset, stream, block in zip(seeds, offsets, streams, blocks, strict=True)
     ]
     out.case(
         "random_bytes",
@@ -318,21 +322,35 @@ def tensor_scales(out: Vectors, name: str, tokens: Tokens, random: nvfp4.Random)
         scale_up=True,
         saturate=True,
     )
-    arrays = {**tokens.arrays, "tensor_scales": illegal_token_scales()}
-    out.case(f"{name}_illegal_tensor_scale", "nvfp4_illegal_tensor_scale", arrays, **tokens.described())
+    # No legal scale: every token is NaN, whatever it holds.
+    count, hidden = tokens.x.shape
+    parts = nvfp4.Quantised(
+        np.zeros((count, hidden // 2), np.uint8),
+        np.full((count, hidden // 16), codes.E4M3_NAN, np.uint8),
+        np.full(count, NAN, np.uint32),
+    )
+    arrays = {**tokens.arrays, "tensor_scales": illegal_tensor_scales(), "rows": nvfp4.join_row(parts)}
+    label = f"{name}_illegal_tensor_scale"
+    out.case(label, "nvfp4_illegal_tensor_scale", arrays, **tokens.described(), findings=TENSOR_SCALE)
+
+
+def illegal_tensor_scales() -> Bits:
+    return np.concatenate([illegal_token_scales(), np.array([0], np.uint32)])
 
 
 def illegal_token_scales() -> Bits:
     one, top, bottom = exact.ONE, int(exact.power_of_two(106)), int(exact.power_of_two(-117))
     return np.array(
-        [0x80000000 | one, one + 1, one + 0x400000, top, bottom, 1, 0x400000, INF, INF | 0x80000000, NAN]
-        + [0x7F800001, 0xFFC00000, 0xFFFFFFFF, MAX],
+        [
+            *(0x80000000, 0x80000000 | one, one + 1, one + 0x400000, top, bottom, 1, 0x400000, MAX),
+            *(INF, INF | 0x80000000, NAN, 0x7F800001, 0xFFC00000, 0xFFFFFFFF),
+        ],
         np.uint32,
     )
 
 
 def exhaustive(out: Vectors, numbers: Numbers) -> None:
-    """All values of the 16-bit types. Their tokens are not stored: a reader makes them by the rule `input` names."""
+    """All values of the 16-bit types. The tokens are not stored: a reader makes them as `input` says."""
     for dtype in (BFLOAT16, FLOAT16):
         every = every_half(dtype)
         tokens = Tokens(dtype, every.reshape(16, 4096), {}, {"input": "in_order"})
@@ -414,16 +432,18 @@ def nvfp4_unpack(out: Vectors, numbers: Numbers) -> None:
     )
 
     # Every block scale, NaN and signed ones too, with every code.
-    payload = np.tile(nvfp4.join_nibbles(np.arange(16, dtype=np.uint8)), (4, 256))
-    scales = np.tile(np.arange(256, dtype=np.uint8), (4, 1))
-    token_scales = exact.power_of_two(np.array([-116, -14, 0, 105]))
+    payload = np.tile(nvfp4.join_nibbles(np.arange(16, dtype=np.uint8)), (3, 256))
+    scales = np.tile(np.arange(256, dtype=np.uint8), (3, 1))
+    token_scales = exact.power_of_two(np.array([-116, 0, 105]))
     rows = nvfp4.join_row(nvfp4.Quantised(payload, scales, token_scales))
     unpack_case(
         out, "nvfp4_unpack_every_scale", "nvfp4_unpack", 4096, rows, nvfp4.decode(nvfp4.split_row(rows, 4096))
     )
 
-    hostile = np.concatenate([illegal_token_scales(), np.array([0, 0x80000000, exact.ONE], np.uint32)])
+    hostile = np.concatenate([illegal_token_scales(), np.array([0, exact.ONE, 0, exact.ONE], np.uint32)])
     rows = random_nvfp4_rows(numbers, len(hostile), 96, hostile)
+    rows[-2:, 48 + 3] = 0x7F
+    rows[-2:, 48 + 5] = 0xFF
     unpack_case(
         out, "nvfp4_unpack_hostile", "nvfp4_unpack", 96, rows, nvfp4.decode(nvfp4.split_row(rows, 96))
     )
@@ -479,18 +499,20 @@ def receive_case(
     rows_per_expert: Sequence[int],
     rows: Bytes | str,
     operand: nvfp4.Operand | mxfp8.Operand,
+    more: Mapping[str, AnyArray],
     **parameters: Value,
 ) -> None:
     arrays: dict[str, AnyArray | str] = {"rows": rows, "rows_per_expert": np.array(rows_per_expert, np.int64)}
     arrays |= {
         part.name: array for part in fields(operand) if (array := getattr(operand, part.name)) is not None
     }
+    arrays |= more
     out.case(name, kind, arrays, hidden=hidden, alignment=alignment, **parameters)
 
 
 def received_rows(numbers: Numbers, hidden: int, slots: int, spread: int, top: int = 3) -> Bytes:
-    """Packed tokens whose size varies by 2^spread, among them arbitrary bytes, zero rows, and now and then a row that
-    is NaN or has a block that is."""
+    """Packed tokens whose size varies by 2^spread, among them arbitrary bytes, zero rows, now and then a row
+    that is NaN or has a block that is."""
     size = top - numbers.below(spread + 1, slots)
     x = scaled(numbers.gaussian(slots, hidden), np.maximum(size, -126)[:, None])
     rows = nvfp4.join_row(nvfp4.quantise(x))
@@ -506,28 +528,31 @@ def received_rows(numbers: Numbers, hidden: int, slots: int, spread: int, top: i
         rows[slot, hidden // 2 + slot % (hidden // 16)] = 0x7F | (slot & 1) << 7
     for slot in range(17, slots, 67):
         rows[slot, at : at + 4] = 0  # a zero token whose other bytes are not zero
+        rows[slot, hidden // 2] = 0x7F if slot % 2 else 0x3F
     return rows
 
 
 def nvfp4_receive(out: Vectors, numbers: Numbers) -> None:
-    shapes = (
+    def case(
+        name: str, hidden: int, alignment: int, counts: Sequence[int], rows: Bytes, columnwise: bool = True
+    ) -> None:
+        operand = nvfp4.direct_receive(rows, hidden, counts, with_columnwise=columnwise)
+        receive_case(out, name, "nvfp4_receive", hidden, alignment, counts, rows, operand, {})
+
+    states = (nvfp4.Random(1234567, 0), nvfp4.Random(-1, -1))
+    for hidden, alignment, counts, spread in (
         (32, 16, (16, 0, 48, 32), 12),
         (96, 32, (32, 64, 0, 96, 32), 40),
         (128, 128, (128, 0, 256), 16),
         (160, 64, (64, 0, 0, 192, 64), 20),
-    )
-    states = (nvfp4.Random(1234567, 0), nvfp4.Random(-1, -1))
-    for hidden, alignment, rows_per_expert, spread in shapes:
-        total = sum(rows_per_expert)
+    ):
+        total = sum(counts)
         rows = received_rows(numbers, hidden, total + alignment, spread)
         rows[total:] = numbers.bytes(alignment, rows.shape[1])  # past the slabs: never read
         if hidden in (96, 160):  # the last expert has rows, but only zero ones
-            rows[total - rows_per_expert[-1] : total] = 0
+            rows[total - counts[-1] : total] = 0
         name = f"nvfp4_receive_{hidden}"
-        receive_case(
-            out, name, "nvfp4_receive", hidden, alignment, rows_per_expert, rows,
-            nvfp4.direct_receive(rows, hidden, rows_per_expert),
-        )  # fmt: skip
+        case(name, hidden, alignment, counts, rows)
         for suffix, bound, random, rank, scale_up in (
             ("max", "max", None, 0, False),
             ("up", "l1", None, 0, True),
@@ -535,37 +560,32 @@ def nvfp4_receive(out: Vectors, numbers: Numbers) -> None:
             ("stochastic_rank", "l1", states[0], 1023, False),
             ("stochastic_max_up", "max", states[1], 5, True),
         ):
-            parameters: dict[str, Value] = {
-                "column_bound": bound,
-                "scale_rounding": "up" if scale_up else "nearest",
-            }
+            parameters: dict[str, Value] = {"column_bound": bound}
+            if scale_up:
+                parameters["scale_rounding"] = "up"
             if random is not None:
-                parameters |= {
-                    "rounding": "stochastic",
-                    "seed": random.seed,
-                    "offset": random.offset,
-                    "rank": rank,
-                }
+                parameters |= {"rounding": "stochastic", "rank": rank}
+                parameters |= {"seed": random.seed, "offset": random.offset}
             operand = nvfp4.direct_receive(
-                rows, hidden, rows_per_expert, bound=bound, random=random, rank=rank, scale_up=scale_up
+                rows, hidden, counts, bound=bound, random=random, rank=rank, scale_up=scale_up
             )
+            path = f"{name}/rows.npy"
             receive_case(
-                out, f"{name}_{suffix}", "nvfp4_receive", hidden, alignment, rows_per_expert, f"{name}/rows.npy",
-                operand, **parameters,
-            )  # fmt: skip
+                out,
+                f"{name}_{suffix}",
+                "nvfp4_receive",
+                hidden,
+                alignment,
+                counts,
+                path,
+                operand,
+                {},
+                **parameters,
+            )
 
-    rows = received_rows(numbers, 2880, 48, 6)
-    receive_case(
-        out, "nvfp4_receive_2880", "nvfp4_receive", 2880, 16, (16, 32), rows,
-        nvfp4.direct_receive(rows, 2880, (16, 32)),
-    )  # fmt: skip
-
+    case("nvfp4_receive_2880", 2880, 16, (16, 32), received_rows(numbers, 2880, 48, 6))
     for label, top, spread in (("largest", 114, 9), ("smallest", -110, 20), ("widest", 114, 240)):
-        rows = received_rows(numbers, 32, 96, spread, top)
-        receive_case(
-            out, f"nvfp4_receive_{label}", "nvfp4_receive", 32, 32, (32, 64), rows,
-            nvfp4.direct_receive(rows, 32, (32, 64)),
-        )  # fmt: skip
+        case(f"nvfp4_receive_{label}", 32, 32, (32, 64), received_rows(numbers, 32, 96, spread, top))
 
     # Sums that cancel, and zeros of either sign.
     payload = np.full((64, 16), 0x22, np.uint8)
@@ -575,31 +595,48 @@ def nvfp4_receive(out: Vectors, numbers: Numbers) -> None:
     token_scales = np.full(64, exact.ONE, np.uint32)
     token_scales[35::4] = exact.power_of_two(-3)
     rows = nvfp4.join_row(nvfp4.Quantised(payload, np.full((64, 2), 0x38, np.uint8), token_scales))
-    for bound in ("l1", "max"):
-        receive_case(
-            out, f"nvfp4_receive_cancel_{bound}", "nvfp4_receive", 32, 16, (16, 16, 16, 16), rows if bound == "l1" else
-            "nvfp4_receive_cancel_l1/rows.npy", nvfp4.direct_receive(rows, 32, (16,) * 4, bound=bound),
-            column_bound=bound,
-        )  # fmt: skip
+    case("nvfp4_receive_cancel", 32, 16, (16,) * 4, rows)
 
-    # Rows shifted by every distance, from a largest to the smallest; only the rowwise operand, any alignment.
+    # Rows shifted by every distance from the largest; only the rowwise operand, which takes any alignment.
     rows = random_nvfp4_rows(numbers, 42, 2048, exact.power_of_two(5 - np.arange(42)))
     rows[:, 1024 : 1024 + 128] = np.tile(np.arange(128, dtype=np.uint8), (42, 1))
-    rows_only = nvfp4.direct_receive(rows, 2048, (42,), with_columnwise=False)
-    receive_case(out, "nvfp4_receive_every_distance", "nvfp4_receive", 2048, 2, (42,), rows, rows_only)
-    rows = received_rows(numbers, 64, 29, 10)
-    counts = (3, 0, 5, 1, 0, 20)
-    rows_only = nvfp4.direct_receive(rows, 64, counts, with_columnwise=False)
-    receive_case(out, "nvfp4_receive_any_count", "nvfp4_receive", 64, 1, counts, rows, rows_only)
+    case("nvfp4_receive_every_distance", 2048, 2, (42,), rows, columnwise=False)
+    case(
+        "nvfp4_receive_any_count",
+        64,
+        1,
+        (3, 0, 5, 1, 0, 20),
+        received_rows(numbers, 64, 29, 10),
+        columnwise=False,
+    )
 
-    # Scales that the consumer fixed; the second lets some rows saturate.
-    rows = received_rows(numbers, 64, 48, 14)
-    fixed = (0, -9)
-    operand = nvfp4.direct_receive(rows, 64, (16, 32), with_columnwise=False, fixed_exponents=fixed)
-    receive_case(
-        out, "nvfp4_receive_fixed_scale", "nvfp4_receive", 64, 16, (16, 32), rows, operand,
-        fixed_expert_exponents=list(fixed),
-    )  # fmt: skip
+    # Scales that the consumer fixed: for rows that fit, rows that saturate, zero rows, no rows, and one that
+    # is no legal scale.
+    counts = (16, 32, 16, 0, 16)
+    rows = received_rows(numbers, 64, sum(counts), 14)
+    rows[48:64] = 0
+    fixed = exact.power_of_two(np.array([1, -9, 20, 3, 3]))
+    fixed[4] += 1
+    for bound in ("l1", "max"):  # makes no difference here
+        operand = nvfp4.direct_receive(rows, 64, counts, bound=bound, fixed_scales=fixed)
+        receive_case(
+            out,
+            f"nvfp4_receive_fixed_scale_{bound}",
+            "nvfp4_receive",
+            64,
+            16,
+            counts,
+            rows if bound == "l1" else "nvfp4_receive_fixed_scale_l1/rows.npy",
+            operand,
+            {"fixed_expert_scale": fixed},
+            column_bound=bound,
+            findings=EXPERT_SCALE,
+        )
+    rows = received_rows(numbers, 64, 16, 14)
+    fixed = exact.power_of_two(np.array([3]))
+    operand = nvfp4.direct_receive(rows, 64, (16,), fixed_scales=fixed)
+    name = "nvfp4_receive_fixed_scale_fits"
+    receive_case(out, name, "nvfp4_receive", 64, 16, (16,), rows, operand, {"fixed_expert_scale": fixed})
 
 
 def mxfp8_receive(out: Vectors, numbers: Numbers) -> None:
@@ -631,11 +668,11 @@ def mxfp8_receive(out: Vectors, numbers: Numbers) -> None:
             rows = np.concatenate([rows, numbers.bytes(alignment, rows.shape[1])])
         name = f"mxfp8_receive_{hidden}"
         operand = mxfp8.direct_receive(rows, hidden, rows_per_expert)
-        receive_case(out, name, "mxfp8_receive", hidden, alignment, rows_per_expert, rows, operand)
+        receive_case(out, name, "mxfp8_receive", hidden, alignment, rows_per_expert, rows, operand, {})
     rows = mxfp8.join_row(*mxfp8.quantise(numbers.gaussian(29, 96)))
     counts = (3, 0, 5, 1, 0, 20)
     rows_only = mxfp8.direct_receive(rows, 96, counts, with_columnwise=False)
-    receive_case(out, "mxfp8_receive_any_count", "mxfp8_receive", 96, 1, counts, rows, rows_only)
+    receive_case(out, "mxfp8_receive_any_count", "mxfp8_receive", 96, 1, counts, rows, rows_only, {})
 
 
 def swizzle(out: Vectors, numbers: Numbers) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -56,7 +56,7 @@ class Random:
 
 
 def encode_blocks(x: Bits, exponent: Ints, scale_up: bool, random: Bytes | None) -> tuple[Bytes, Bytes]:
-    """Blocks x [..., 16] under the second-level scale 2^exponent [...]: (block scales [...], codes [..., 16])."""
+    """Blocks x [..., 16] under the second-level scale 2^exponent [...]: (scales [...], codes [..., 16])."""
     encode_scale = power_of_two(-exponent)
     numbers = np.where(is_nan(x), 0, magnitude(x)).astype(np.uint32)
     amax = np.where(is_nan(x).all(axis=-1), NAN, numbers.max(axis=-1)).astype(np.uint32)
@@ -70,11 +70,12 @@ def encode_blocks(x: Bits, exponent: Ints, scale_up: bool, random: Bytes | None)
 
 
 def join_nibbles(codes: Bytes) -> Bytes:
-    return np.bitwise_or(codes[..., 0::2], codes[..., 1::2] << 4).astype(np.uint8)
+    result: Bytes = codes[..., 0::2] | codes[..., 1::2] << np.uint8(4)
+    return result
 
 
 def split_nibbles(payload: Bytes) -> Bytes:
-    return np.stack([payload & 15, payload >> 4], axis=-1).reshape(payload.shape[:-1] + (-1,))
+    return np.stack([payload & 15, payload >> 4], axis=-1).reshape((*payload.shape[:-1], -1))
 
 
 @dataclass(frozen=True)
@@ -135,10 +136,10 @@ def split_row(rows: Bytes, hidden: int) -> Quantised:
 
 
 def legal_token_scale(bits: Bits) -> Bits:
-    """The scale itself if it is +-0 or 2^k with k in [-116, 105], else NaN."""
+    """The scale itself if it is +0 or 2^k with k in [-116, 105], else NaN."""
     exponent = (bits >> 23).astype(np.int64) - 127  # a sign bit makes it too large
     power = (bits & 0x7FFFFF == 0) & (exponent >= MIN_TOKEN_EXPONENT) & (exponent <= MAX_TOKEN_EXPONENT)
-    return np.where(magnitude(bits) == 0, 0, np.where(power, bits, NAN)).astype(np.uint32)
+    return np.where(power | (bits == 0), bits, NAN).astype(np.uint32)
 
 
 def decode(parts: Quantised) -> Bits:
@@ -148,8 +149,8 @@ def decode(parts: Quantised) -> Bits:
 
 
 def hadamard(x: Bits) -> Bits:
-    """x [..., 16, H], finite: signs, butterflies with strides 1, 2, 4, 8 along the 16 tokens, a quarter of it, +0.0
-    (which turns -0 into +0), BF16. Returned as FP32 bits."""
+    """x [..., 16, H], finite: signs, butterflies with strides 1, 2, 4, 8 along the 16 tokens, a quarter,
+    +0.0 (which turns -0 into +0), BF16. Returned as FP32 bits."""
     y = x.copy()
     for i in range(16):
         if SIGN_MASK >> i & 1:
@@ -202,12 +203,55 @@ def open_rows(rows: Bytes, hidden: int) -> Slots:
     return Slots(parts.scales, token_scales, (token_scales >> 23).astype(np.int64) - 127, live, decode(parts))
 
 
-def rowwise_scales(slab: Slots, expert_exponent: int) -> Bytes:
-    distance = np.where(slab.live, expert_exponent - slab.exponent, 0)
+@dataclass(frozen=True)
+class ExpertScale:
+    """Second-level scales 2^k of one expert's operands; None: there is none; nan: it is NaN."""
+
+    rowwise: int | None
+    columnwise: int | None
+    nan: bool = False
+
+    def bits(self, exponent: int | None) -> int:
+        if self.nan:
+            return NAN
+        return 0 if exponent is None else int(power_of_two(exponent))
+
+
+def expert_scale(slab: Slots, bound: str) -> ExpertScale:
+    if not slab.live.any():
+        return ExpertScale(None, None)
+    largest = int(slab.exponent[slab.live].max())
+    return ExpertScale(largest, column_exponent(slab.live, slab.exponent, largest, bound))
+
+
+def fixed_expert_scale(slab: Slots, scale: int) -> ExpertScale:
+    """A fixed scale does not depend on the rows, and neither does the column's: 2^(K + 2)."""
+    if not len(slab.live):
+        return ExpertScale(None, None)
+    legal = int(legal_token_scale(np.array([scale], np.uint32))[0])
+    if legal in (0, NAN):
+        return ExpertScale(0, 0, nan=True)
+    return ExpertScale((legal >> 23) - 127, (legal >> 23) - 125)
+
+
+def rowwise_scales(slab: Slots, scale: ExpertScale) -> Bytes:
+    distance = np.where(slab.live, (scale.rowwise or 0) - slab.exponent, 0)
     shifted = shift_down(slab.scales, distance[:, None])
     shifted = np.where((slab.token_scales == 0)[:, None], 0, shifted)
-    nan = (slab.scales & 0x7F == E4M3_NAN) | is_nan(slab.token_scales)[:, None]
+    nan = (slab.scales & 0x7F == E4M3_NAN) | is_nan(slab.token_scales)[:, None] | scale.nan
     return np.where(nan, E4M3_NAN, shifted).astype(np.uint8)
+
+
+def saturates(slab: Slots, scale: ExpertScale) -> bool:
+    """Whether a block scale of a row does not fit a fixed expert scale."""
+    if scale.nan:
+        return True
+    grown = multiply(
+        E4M3_DECODE[slab.scales & 0x7F],
+        power_of_two(np.maximum(slab.exponent - (scale.rowwise or 0), 0))[:, None],
+    )
+    limit = E4M3_DECODE[0x7E]
+    return bool(((grown > limit) & ~is_nan(grown) & slab.live[:, None]).any())
 
 
 def columnwise(
@@ -243,10 +287,6 @@ class Operand:
     columnwise_expert_scale: Bits | None = None
 
 
-def _expert_scale(exponents: Sequence[int | None]) -> Bits:
-    return np.array([0 if k is None else int(power_of_two(k)) for k in exponents], np.uint32)
-
-
 def direct_receive(
     rows: Bytes,
     hidden: int,
@@ -257,47 +297,48 @@ def direct_receive(
     random: Random | None = None,
     rank: int = 0,
     scale_up: bool = False,
-    fixed_exponents: Sequence[int] | None = None,
+    fixed_scales: Bits | None = None,
 ) -> Operand:
     bounds = layout.offsets(rows_per_expert)
     slots = open_rows(rows[: bounds[-1]], hidden)
     slabs = [slots.slab(low, high) for low, high in pairwise(bounds)]
-    expert_exponents: list[int | None] = []
-    for e, slab in enumerate(slabs):
-        largest = int(slab.exponent[slab.live].max()) if slab.live.any() else None
-        expert_exponents.append(largest if fixed_exponents is None or largest is None else fixed_exponents[e])
-    scales = np.concatenate(
-        [rowwise_scales(slab, k or 0) for slab, k in zip(slabs, expert_exponents, strict=True)]
+    if fixed_scales is None:
+        seconds = [expert_scale(slab, bound) for slab in slabs]
+    else:
+        seconds = [
+            fixed_expert_scale(slab, int(scale)) for slab, scale in zip(slabs, fixed_scales, strict=True)
+        ]
+    scales = np.concatenate([rowwise_scales(*pair) for pair in zip(slabs, seconds, strict=True)])
+    expert_scales = np.array([second.bits(second.rowwise) for second in seconds], np.uint32)
+    operand = Operand(
+        scales_linear=scales,
+        scales_swizzled=layout.swizzle_per_expert(scales, rows_per_expert),
+        amax=multiply(constant(Fraction(2688)), expert_scales),
+        expert_scale=expert_scales,
     )
-    expert_scale = _expert_scale(expert_exponents)
-    amax = multiply(constant(Fraction(2688)), expert_scale)
-    tiles = layout.swizzle_per_expert(scales, rows_per_expert)
     if not with_columnwise:
-        return Operand(scales, tiles, amax, expert_scale)
+        return operand
 
-    column_exponents = [
-        None if k is None else column_exponent(slab.live, slab.exponent, k, bound)
-        for slab, k in zip(slabs, expert_exponents, strict=True)
-    ]
-    column_parts = [
-        columnwise(slab.values, c or 0, scale_up, random, rank << 54 | low // 16)
-        for slab, c, low in zip(slabs, column_exponents, bounds[:-1], strict=True)
-    ]
+    parts = []
+    for slab, second, low in zip(slabs, seconds, bounds[:-1], strict=True):
+        payload, column_scales = columnwise(
+            slab.values, second.columnwise or 0, scale_up, random, rank << 54 | low // 16
+        )
+        if second.nan:
+            payload[:], column_scales[:] = 0x77, E4M3_NAN
+        parts.append((payload, column_scales))
     tall = layout.round_up(hidden, 128)
     scale_rows = layout.scale_row_offsets(rows_per_expert)
     column_tiles = np.full(scale_rows[-1] // 16 * tall, layout.UNTOUCHED, np.uint8)
-    for (_, column_scales), low in zip(column_parts, scale_rows[:-1], strict=True):
+    for (_, column_scales), low in zip(parts, scale_rows[:-1], strict=True):
         slab_tiles = layout.swizzle(column_scales)
         column_tiles[low // 16 * tall :][: len(slab_tiles)] = slab_tiles
-    column_scale = _expert_scale(column_exponents)
-    return Operand(
-        scales,
-        tiles,
-        amax,
-        expert_scale,
-        columnwise_payload=np.concatenate([payload.ravel() for payload, _ in column_parts]),
-        columnwise_scales_linear=np.concatenate([column_scales.ravel() for _, column_scales in column_parts]),
+    expert_scales = np.array([second.bits(second.columnwise) for second in seconds], np.uint32)
+    return replace(
+        operand,
+        columnwise_payload=np.concatenate([payload.ravel() for payload, _ in parts]),
+        columnwise_scales_linear=np.concatenate([column_scales.ravel() for _, column_scales in parts]),
         columnwise_scales_swizzled=column_tiles,
-        columnwise_amax=multiply(constant(Fraction(2688)), column_scale),
-        columnwise_expert_scale=column_scale,
+        columnwise_amax=multiply(constant(Fraction(2688)), expert_scales),
+        columnwise_expert_scale=expert_scales,
     )

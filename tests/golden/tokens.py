@@ -49,10 +49,12 @@ class Numbers:
         self._state = (self._state + count * 0x9E3779B97F4A7C15) % 2**64
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return np.bitwise_xor(z, z >> np.uint64(31)).reshape(shape)
+        result: npt.NDArray[np.uint64] = (z ^ (z >> np.uint64(31))).reshape(shape)
+        return result
 
     def below(self, limit: int, *shape: int) -> Ints:
-        return np.mod(self.words(*shape) >> np.uint64(33), np.uint64(limit)).astype(np.int64)
+        result: Ints = (self.words(*shape) >> np.uint64(33)).astype(np.int64) % limit
+        return result
 
     def bytes(self, *shape: int) -> Bytes:
         return self.below(256, *shape).astype(np.uint8)
@@ -163,6 +165,7 @@ def mixed_tokens(numbers: Numbers, hidden: int, dtype: Dtype) -> Bits:
     keep(np.where(channel >= hidden - 16, np.uint32(NAN), 0))
     keep(np.where(channel % 3 == 0, np.uint32(NAN), signs()))  # NaN and no other number but zero
     keep(np.where(channel % 3 == 0, np.uint32(INF), signs()))
+    keep(np.where(channel % 5 == 0, NAN, np.where(channel % 5 == 1, INF, signs())))
     keep(np.full(hidden, NAN))
     keep(np.full(hidden, INF) | signs())
     return np.stack(rows)
@@ -194,8 +197,8 @@ def _random_signs(numbers: Numbers, x: Bits) -> Bits:
 
 
 def nvfp4_code_thresholds(numbers: Numbers, exponents: tuple[int, ...]) -> Bits:
-    """One token per exponent k: for each finite block scale b > 0 blocks that begin with 6 * b * 2^k and hold the
-    FP32 neighbourhood of every product of b * 2^k with a halfway point between E2M1 values."""
+    """One token per exponent k: for each finite block scale b > 0 blocks that begin with 6 * b * 2^k and hold
+    the FP32 neighbourhood of every product of b * 2^k with a halfway point between E2M1 values."""
     ties = halfway(E2M1_VALUES)
     rows = []
     for k in exponents:

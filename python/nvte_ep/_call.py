@@ -1,0 +1,175 @@
+"""One call into the library: its arrays, the device they lie on, the stream it goes on."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from nvte_ep import _abi, _lib, _streams
+from nvte_ep._dlpack import View, device_of, pointer, view
+from nvte_ep._dtypes import BY_NAME, CPU, Device, dtype_name
+from nvte_ep.array import Array
+from nvte_ep.errors import invalid
+
+
+def integer(function: str, name: str, value: Any, bits: int = 64) -> int:
+    """An integer that a C field of so many bits can hold: ctypes itself would silently cut it."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise invalid(function, name, "an integer", repr(value)) from None
+    if not -(1 << (bits - 1)) <= number < 1 << (bits - 1):
+        raise invalid(function, name, f"an integer of {bits} bits", str(number))
+    return number
+
+
+class Call:
+    """Borrows the arrays of one call and makes it.
+
+    `function` is the C function; error texts name it. The device is that of the first array, unless it is
+    known.
+    """
+
+    def __init__(
+        self, function: str, arrays: dict[str, Any], stream: Any, device: Device | None = None
+    ) -> None:
+        self.function = function
+        given = {name: array for name, array in arrays.items() if array is not None}
+        if device is None:
+            device = next((device_of(function, name, array) for name, array in given.items()), CPU)
+        self.device = device
+        self.stream = (
+            _streams.current(device, given.values()) if stream is None else _streams.handle(function, stream)
+        )
+        self._written: list[Array] = []
+
+    def read(
+        self, name: str, array: Any, *, as_bytes: bool = False, uint16_is: str | None = None
+    ) -> View | None:
+        if array is None:
+            return None
+        return view(self.function, name, array, stream=self.stream, as_bytes=as_bytes, uint16_is=uint16_is)
+
+    def read_indices(self, name: str, array: Any) -> View | None:
+        """Integers; plain Python sequences will do on the host."""
+        if isinstance(array, (list, tuple)):
+            try:
+                array = np.asarray(array, dtype=np.int64)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise invalid(self.function, name, "integers", str(error)) from None
+        return self.read(name, array)
+
+    def read_scalar(self, name: str, value: Any, dtype: str) -> View | None:
+        """An array of one element; a plain number will do on the host, and no dimension is as good as one."""
+        if isinstance(value, (int, float)):
+            self._host_only(name, "a number")
+            value = np.array([value], dtype=dtype)
+        found = self.read(name, value)
+        return None if found is None else _at_least_1d(found)
+
+    def read_rng_state(self, value: Any) -> View | None:
+        """int64 [2] {seed, offset}; on the host a pair of integers will do."""
+        if isinstance(value, (list, tuple)):
+            self._host_only("rng_state", "a pair of numbers")
+            if len(value) != 2:
+                raise invalid(self.function, "rng_state", "(seed, offset)", repr(value))
+            value = np.array([_int64_bits(self.function, part) for part in value], dtype=np.int64)
+        return self.read("rng_state", value)
+
+    def write(
+        self, name: str, array: Any, *, as_bytes: bool = False, uint16_is: str | None = None
+    ) -> View | None:
+        if array is None:
+            return None
+        found = view(
+            self.function,
+            name,
+            array,
+            stream=self.stream,
+            writable=True,
+            as_bytes=as_bytes,
+            uint16_is=uint16_is,
+        )
+        if isinstance(array, Array):
+            self._written.append(array)
+        return found
+
+    def write_findings(self, array: Any) -> View | None:
+        found = self.write("findings", array)
+        return None if found is None else _at_least_1d(found)
+
+    def new(self, shape: tuple[int, ...], dtype: str) -> Array:
+        return Array.empty(shape, dtype, self.device)
+
+    def run(self, *arguments: Any, check: Callable[[], None] | None = None) -> None:
+        """Calls the C function with the arguments and the stream; `check` may raise in its place."""
+        try:
+            _lib.call(self.function, *arguments, self.stream or None)
+        finally:
+            if check is not None:
+                check()
+        for array in self._written:
+            array.written_on(self.stream)
+
+    def will_write(self, array: Array) -> None:
+        """For memory that goes to the library by another way than write()."""
+        array.wait_on(self.stream)
+        self._written.append(array)
+
+    def _host_only(self, name: str, what: str) -> None:
+        if self.device[0] == _abi.CONSTANTS["NVTE_EP_DEVICE_CUDA"]:
+            raise invalid(self.function, name, "an array on the device of the other arrays", what)
+
+    def matrix(self, name: str, found: View) -> tuple[int, int]:
+        """The sizes of an array of two dimensions."""
+        if len(found.shape) != 2:
+            raise invalid(self.function, name, "2 dimensions", f"shape {found.shape}")
+        return found.shape[0], found.shape[1]
+
+    def typed(self, name: str, array: Any, dtype: Any) -> View:
+        """A token array whose type the caller may state: needed where uint16 holds another type's bits."""
+        wanted = None if dtype is None else float_type(self.function, "dtype", dtype)
+        found = self.read(name, array, uint16_is=wanted)
+        assert found is not None
+        if wanted is not None and found.dtype.name != wanted:
+            raise invalid(self.function, name, f"{wanted}, as dtype says", found.dtype.name)
+        return found
+
+
+def float_type(function: str, name: str, dtype: Any) -> str:
+    text = dtype_name(dtype)
+    if text not in ("bfloat16", "float16", "float32"):
+        raise invalid(function, name, "bfloat16, float16 or float32", repr(dtype))
+    return text
+
+
+def storage_name(text: str) -> str | None:
+    """What a uint16 array may stand for where elements of this type are expected."""
+    return text if BY_NAME[text].bits == 16 else None
+
+
+def _at_least_1d(found: View) -> View:
+    if not found.shape:
+        found.tensor.ndim = 1
+        found.tensor.shape[0] = 1
+        found.tensor.strides[0] = 1
+        found.shape = (1,)
+    return found
+
+
+def _int64_bits(function: str, value: Any) -> int:
+    """Seeds are 64 bits of any kind: unsigned ones go through too."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise invalid(function, "rng_state", "integers", repr(value)) from None
+    if not -(1 << 63) <= number < 1 << 64:
+        raise invalid(function, "rng_state", "64-bit integers", str(number))
+    return ctypes.c_int64(number).value
+
+
+__all__ = ["Call", "float_type", "integer", "pointer", "storage_name"]

@@ -1,0 +1,91 @@
+// THE list of transports, in the order in which AUTO tries them.
+#include "core/transport.h"
+#include "transports/threads.h"
+
+namespace nvte_ep {
+namespace {
+
+struct TransportRow {
+  int32_t id;
+  const char* name;
+  Status (*probe)(const Communicator&, const GroupSettings&);  // OK, or UNSUPPORTED with the reason
+  Status (*create)(Communicator*, const GroupSettings&, Backend*, std::unique_ptr<GroupTransport>*);
+  void (*memory)(const Communicator&, const GroupSettings&, int64_t*, int64_t*, int64_t*);
+};
+
+constexpr TransportRow kTransports[] = {
+    {NVTE_EP_TRANSPORT_THREADS, "threads", probe_threads, create_threads, threads_memory},
+};
+
+struct MissingRow {
+  int32_t id;
+  const char* name;
+};
+constexpr MissingRow kMissing[] = {
+    {NVTE_EP_TRANSPORT_PEER, "peer"}, {NVTE_EP_TRANSPORT_NCCL_EP, "nccl_ep"}, {NVTE_EP_TRANSPORT_NCCL, "nccl"}};
+constexpr const char* kMissingReason = "not part of this release";
+
+Status check_kind(int32_t kind) {
+  if (kind == NVTE_EP_COMM_THREADS) return Status();
+  if (kind == NVTE_EP_COMM_NCCL) return unsupported("kind: NCCL communicators are ", kMissingReason);
+  return unsupported("kind: expected 1 (THREADS) or 2 (NCCL), got ", kind);
+}
+
+Status select(const Communicator& comm, const GroupSettings& settings, int32_t transport, const TransportRow** row) {
+  std::string reasons;
+  for (const TransportRow& candidate : kTransports) {
+    if (transport != NVTE_EP_TRANSPORT_AUTO && transport != candidate.id) continue;
+    const Status fits = candidate.probe(comm, settings);
+    if (fits.ok()) {
+      *row = &candidate;
+      return Status();
+    }
+    reasons += (reasons.empty() ? "" : "; ") + fits.message();
+  }
+  for (const MissingRow& missing : kMissing) {
+    if (transport == missing.id) reasons = text(missing.name, ": ", kMissingReason);
+  }
+  if (reasons.empty()) reasons = text("unknown transport ", transport);
+  return unsupported("config.transport: ", reasons);
+}
+
+}  // namespace
+
+Status make_unique_id(int32_t kind, uint8_t* unique_id) {
+  NVTE_EP_TRY(check_kind(kind));
+  thread_world_id(unique_id);
+  return Status();
+}
+
+Status create_communicator(const CommunicatorSettings& settings, std::unique_ptr<Communicator>* communicator) {
+  NVTE_EP_TRY(check_kind(settings.kind));
+  return create_thread_communicator(settings.unique_id, settings.rank, settings.size, communicator);
+}
+
+Status borrow_nccl_communicator(void*, std::unique_ptr<Communicator>*) {
+  return unsupported("nccl_comm: NCCL communicators are ", kMissingReason);
+}
+
+Status create_transport(Communicator* comm, const GroupSettings& settings, int32_t transport, Backend* backend,
+                        std::unique_ptr<GroupTransport>* group) {
+  const TransportRow* row = nullptr;
+  NVTE_EP_TRY(select(*comm, settings, transport, &row));
+  return row->create(comm, settings, backend, group);
+}
+
+Status transport_memory(const Communicator& comm, const GroupSettings& settings, int32_t transport,
+                        int64_t* group_bytes, int64_t* exchange_bytes, int64_t* handle_bytes) {
+  const TransportRow* row = nullptr;
+  NVTE_EP_TRY(select(comm, settings, transport, &row));
+  row->memory(comm, settings, group_bytes, exchange_bytes, handle_bytes);
+  return Status();
+}
+
+std::vector<Availability> list_transports() {
+  std::vector<Availability> list;
+  for (const TransportRow& row : kTransports) list.push_back({row.name, true, ""});
+  for (const MissingRow& row : kMissing) list.push_back({row.name, false, kMissingReason});
+  return list;
+}
+
+}  // namespace nvte_ep
