@@ -18,10 +18,11 @@ namespace {
 
 // ---- the world of an id --------------------------------------------------------------------------------------------------
 
-// The ranks that share an id. Its n-th group has one rendezvous, whichever rank asks first.
+// The ranks that share an id. The n-th group of every rank has one rendezvous, whichever rank asks first; it is kept until
+// all have asked, so that a late rank meets the failure it caused and not an empty room.
 class World {
  public:
-  explicit World(int32_t size) : size_(size), taken_(size, false) {}
+  explicit World(int32_t size) : size_(size), taken_(size, false), num_groups_(size, 0) {}
 
   int32_t size() const { return size_; }
   bool take(int32_t rank) {
@@ -33,18 +34,26 @@ class World {
     const std::lock_guard<std::mutex> lock(mutex_);
     taken_[rank] = false;
   }
-  std::shared_ptr<Rendezvous> rendezvous(int64_t n) {
+  std::shared_ptr<Rendezvous> next_rendezvous(int32_t rank) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::shared_ptr<Rendezvous> found = groups_[n].lock();
-    if (!found) groups_[n] = found = std::make_shared<Rendezvous>(size_);
-    return found;
+    const int64_t n = num_groups_[rank]++;
+    Room& room = rooms_[n];
+    if (!room.rendezvous) room.rendezvous = std::make_shared<Rendezvous>(size_);
+    const std::shared_ptr<Rendezvous> rendezvous = room.rendezvous;
+    if (++room.asked == size_) rooms_.erase(n);
+    return rendezvous;
   }
 
  private:
+  struct Room {
+    std::shared_ptr<Rendezvous> rendezvous;
+    int32_t asked = 0;
+  };
   const int32_t size_;
   std::mutex mutex_;
   std::vector<bool> taken_;
-  std::map<int64_t, std::weak_ptr<Rendezvous>> groups_;
+  std::vector<int64_t> num_groups_;
+  std::map<int64_t, Room> rooms_;
 };
 
 using WorldId = std::array<uint8_t, NVTE_EP_UNIQUE_ID_BYTES>;
@@ -64,11 +73,10 @@ class ThreadCommunicator : public Communicator {
   ThreadCommunicator(std::shared_ptr<World> world, int32_t rank)
       : Communicator(NVTE_EP_COMM_THREADS, rank, world->size()), world_(std::move(world)) {}
   ~ThreadCommunicator() override { world_->release(rank()); }
-  std::shared_ptr<Rendezvous> next_rendezvous() { return world_->rendezvous(num_groups_++); }
+  std::shared_ptr<Rendezvous> next_rendezvous() { return world_->next_rendezvous(rank()); }
 
  private:
   std::shared_ptr<World> world_;
-  std::atomic<int64_t> num_groups_{0};
 };
 
 // ---- a group ---------------------------------------------------------------------------------------------------------------
