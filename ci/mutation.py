@@ -23,6 +23,17 @@ ROOT = Path(__file__).resolve().parent.parent
 SUITES = ("test_golden", "test_formats", "test_routing", "test_operand_layout")
 
 
+# Every source that computes with what the headers below define. A change of such a header rebuilds these and
+# leaves alone the many that only see its types: half a minute each becomes a few seconds. One that is missing
+# here would show as a mutation that survives.
+ARITHMETIC = (
+    "src/backends/*.cc",
+    "src/core/operand_layout.cc",
+    "src/core/routing.cc",
+    "tests/cpp/test_golden.cc",
+)
+
+
 @dataclass(frozen=True)
 class Mutation:
     file: str  # in src/
@@ -40,11 +51,8 @@ LAYOUT = "core/operand_layout.cc"
 
 MUTATIONS = (
     # E4M3
-    Mutation(
-        NUMERICS, "if (a >= 0x43E80000u) return", "if (a >= 0x43F80000u) return", "saturates from 496 on"
-    ),
+    Mutation(NUMERICS, "sign | 0x7Eu);  // 464", "sign | 0x7Du);  // 464", "E4M3 saturates at 416"),
     Mutation(NUMERICS, "a + 0x7FFFFu + ((a >> 20) & 1u)", "a + 0x80000u", "E4M3 ties round away from zero"),
-    Mutation(NUMERICS, "if (a >= 0x3C800000u) {", "if (a >= 0x3D800000u) {", "E4M3 normals start at 2^-4"),
     Mutation(NUMERICS, "* 0.001953125f", "* 0.00390625f", "E4M3 subnormals decode to twice their value"),
     Mutation(
         NUMERICS, "e4m3_to_float(code) < x", "e4m3_to_float(code) <= x", "rounding up skips exact values"
@@ -58,13 +66,11 @@ MUTATIONS = (
     # E2M1
     Mutation(NUMERICS, "a + 0x1FFFFFu + ((a >> 22) & 1u)", "a + 0x200000u", "E2M1 ties round away from zero"),
     Mutation(
-        NUMERICS, "add_rn(bits_float(a), 4194304.0f)", "add_rn(bits_float(a), 2097152.0f)", "E2M1 below 1"
+        NUMERICS, "a < 4.0f ? 1.0f : 2.0f", "a < 3.0f ? 1.0f : 2.0f", "stochastic step between 3 and 4 is 2"
     ),
-    Mutation(NUMERICS, "a < 4.0f ? 1.0f : 2.0f", "a <= 4.0f ? 1.0f : 2.0f", "stochastic step at 4 is 1"),
     Mutation(NUMERICS, "* 0.00390625f, step", "* 0.0039215689f, step", "random byte over 255, not 256"),
     # Philox, Hadamard, BF16, FP16
     Mutation(NUMERICS, "round < 10", "round < 9", "Philox4x32-9"),
-    Mutation(NUMERICS, "0xBB67AE85u", "0xBB67AE84u", "Philox's second key constant"),
     Mutation(NUMERICS, "(8 * (i & 3))", "(8 * (3 - (i & 3)))", "random bytes in big-endian order"),
     Mutation(
         NUMERICS, "static_cast<uint32_t>(stream) << 31", "static_cast<uint32_t>(stream) << 30", "streams"
@@ -72,7 +78,7 @@ MUTATIONS = (
     Mutation(NUMERICS, "kHadamardSigns = 0xD7E8u", "kHadamardSigns = 0xD7E9u", "one sign of the transform"),
     Mutation(NUMERICS, "add_rn(mul_rn(v[i], 0.25f), 0.0f)", "mul_rn(v[i], 0.25f)", "-0 after the transform"),
     Mutation(NUMERICS, "u + 0x7FFFu + ((u >> 16) & 1u)", "u + 0x8000u", "BF16 ties round away from zero"),
-    Mutation(NUMERICS, "a >= 0x477FF000u", "a > 0x477FF000u", "65520 becomes a NaN or 65504 in FP16"),
+    Mutation(NUMERICS, "if (a >= 0x38800000u)", "if (a >= 0x38000000u)", "FP16 normals start at 2^-15"),
     # MXFP8
     Mutation(MXFP8, "1.0f / 448.0f", "1.0f / 447.0f", "MXFP8 block scale"),
     Mutation(MXFP8, "all_nan ? kNanBits : amax", "all_nan ? 0u : amax", "a block of NaNs gets a scale"),
@@ -80,11 +86,7 @@ MUTATIONS = (
     Mutation(NVFP4, "> 0x280000u ?", ">= 0x280000u ?", "token exponent one too large at 1.3125 * 2^n"),
     Mutation(NVFP4, "kMinExponent = -116", "kMinExponent = -115", "smallest token scale"),
     Mutation(NVFP4, "kMaxExponent = 105", "kMaxExponent = 106", "largest token scale"),
-    Mutation(
-        NVFP4, "if (u == 0) return ScaleKind::kZero", "if (u == 1) return ScaleKind::kZero", "zero tokens"
-    ),
     Mutation(NVFP4, "1.0f / 6.0f", "1.0f / 6.5f", "NVFP4 block scale"),
-    Mutation(NVFP4, "product < kFloatMax ? product", "product < 400.0f ? product", "NVFP4 scales above 400"),
     Mutation(NVFP4, "inverse < kFloatMax ? inverse : kFloatMax", "inverse", "underflowing blocks"),
     Mutation(
         NVFP4, "scale_code & 0x7Fu), token_scale", "scale_code), token_scale", "sign of a block scale counts"
@@ -142,8 +144,8 @@ class Bench:
 
     def configure(self) -> bool:
         command = ["cmake", "-G", "Ninja", "-S", str(self.source), "-B", str(self.build_dir)]
-        # -O1: what is compiled again and again; the tests still run in a second or two.
-        command += ["-DNVTE_EP_CUDA=OFF", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1"]
+        # -O0: compiling again and again is what takes the time.
+        command += ["-DNVTE_EP_CUDA=OFF", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O0"]
         return run(command, self.log, 120)
 
     def build(self) -> bool:
@@ -158,30 +160,31 @@ class Bench:
                 return suite
         return None
 
-
-def apply(path: Path, mutation: Mutation) -> str | None:
-    """Changes the file; the text of what is wrong with the table, or None."""
-    text = path.read_text()
-    count = text.count(mutation.pattern)
-    if count != 1:
-        return f"the pattern occurs {count} times, not once"
-    path.write_text(text.replace(mutation.pattern, mutation.replacement))
-    return None
+    def write(self, path: Path, text: str) -> None:
+        """Changes a source file. A header's time stays: only the sources that compute with it are rebuilt."""
+        before = path.stat()
+        path.write_text(text)
+        if path.suffix == ".h":
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+            for pattern in ARITHMETIC:
+                for source in self.source.glob(pattern):
+                    source.touch()
 
 
 def judge(bench: Bench, mutation: Mutation) -> tuple[bool, str]:
     path = bench.source / "src" / mutation.file
     original = path.read_text()
+    count = original.count(mutation.pattern)
+    if count != 1:
+        return False, f"the pattern occurs {count} times, not once"
+    bench.write(path, original.replace(mutation.pattern, mutation.replacement))
     try:
-        fault = apply(path, mutation)
-        if fault:
-            return False, fault
         if not bench.build():
             return False, "does not compile:\n" + bench.log.read_text()[-2000:]
         suite = bench.test()
         return (True, f"caught by {suite}") if suite else (False, "SURVIVED: no suite failed")
     finally:
-        path.write_text(original)
+        bench.write(path, original)
 
 
 def main() -> int:

@@ -7,6 +7,8 @@ the installed package. Without either the tests fail: nothing is skipped because
 
     pytest --frameworks=torch,jax      a framework that is named and missing is a failure
     pytest                             tests of a missing framework are skipped
+
+NVTE_EP_REQUIRE=torch,jax,cuda does the same, for the tests that need a GPU too.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 import pytest
 
@@ -37,27 +40,39 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    unknown = set(_required(config)) - set(FRAMEWORKS)
+    unknown = set(_names(config.getoption("--frameworks"))) - set(FRAMEWORKS)
     if unknown:
         raise pytest.UsageError(f"--frameworks: unknown {', '.join(sorted(unknown))}")
 
 
-def _required(config: pytest.Config) -> list[str]:
-    return [name for name in config.getoption("--frameworks").split(",") if name]
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
 
 
 @pytest.fixture
-def framework(request: pytest.FixtureRequest) -> Callable[[str], ModuleType]:
-    """framework("torch") imports it, skips the test where it is missing, or fails where --frameworks names
-    it."""
+def missing(request: pytest.FixtureRequest) -> Callable[[str, str], NoReturn]:
+    """missing("cuda", "no device") skips the test, or fails it where the thing was asked for by name."""
+    required = _names(request.config.getoption("--frameworks")) + _names(
+        os.environ.get("NVTE_EP_REQUIRE", "")
+    )
+
+    def leave(name: str, reason: str) -> NoReturn:
+        if name in required:
+            pytest.fail(f"{name} was asked for: {reason}")
+        pytest.skip(reason)
+
+    return leave
+
+
+@pytest.fixture
+def framework(missing: Callable[[str, str], NoReturn]) -> Callable[[str], ModuleType]:
+    """framework("torch") imports it; see missing for where it is not installed."""
 
     def get(name: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ImportError as error:
-            if name in _required(request.config):
-                pytest.fail(f"--frameworks names {name}, which cannot be imported: {error}")
-            pytest.skip(f"{name} is not installed")
+            missing(name, f"{name} cannot be imported: {error}")
 
     return get
 

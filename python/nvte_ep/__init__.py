@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """libnvte_ep for Python: expert-parallel dispatch and combine of MoE tokens in BF16, MXFP8 and NVFP4.
 
 Importing this package touches neither CUDA nor NCCL, and does not load the library: that is for the first

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """python -m nvte_ep: the command line."""
 
 from __future__ import annotations

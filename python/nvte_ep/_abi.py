@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C interface of include/nvte_ep/nvte_ep.h as ctypes data; tests/abi holds the two against a compiler.
 
 Nothing here loads a library. Structs, constants and functions stand in the order of the header.
@@ -6,6 +7,7 @@ Nothing here loads a library. Structs, constants and functions stand in the orde
 from __future__ import annotations
 
 import ctypes
+import functools
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -75,6 +77,7 @@ CONSTANTS: dict[str, int] = {
 }
 
 
+@functools.cache
 def choices(prefix: str) -> dict[str, int]:
     """The constants that begin with prefix, by the lower-case rest of their names: {"nearest": 0,
     "stochastic": 1}."""

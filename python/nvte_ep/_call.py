@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One call into the library: its arrays, the device they lie on, the stream it goes on."""
 
 from __future__ import annotations
@@ -57,11 +58,20 @@ class Call:
     def read_indices(self, name: str, array: Any) -> View | None:
         """Integers; plain Python sequences will do on the host."""
         if isinstance(array, (list, tuple)):
-            try:
-                array = np.asarray(array, dtype=np.int64)
-            except (TypeError, ValueError, OverflowError) as error:
-                raise invalid(self.function, name, "integers", str(error)) from None
+            array = self._integers(name, array)
         return self.read(name, array)
+
+    def _integers(self, name: str, numbers: Any) -> Any:
+        try:
+            array = np.asarray(numbers)
+        except (
+            ValueError,
+            OverflowError,
+        ) as error:  # lists of different lengths, integers of more than 64 bits
+            raise invalid(self.function, name, "integers", str(error)) from None
+        if array.size and array.dtype.kind != "i":
+            raise invalid(self.function, name, "integers", f"{array.dtype} numbers")
+        return array.astype(np.int64)
 
     def read_scalar(self, name: str, value: Any, dtype: str) -> View | None:
         """An array of one element; a plain number will do on the host, and no dimension is as good as one."""

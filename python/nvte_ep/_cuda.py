@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The little that owned device arrays need of CUDA. cuda.bindings is imported when the first of them is
 made."""
 

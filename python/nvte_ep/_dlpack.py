@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any array as the library's tensor struct: borrowed through DLPack or __cuda_array_interface__, never
 copied."""
 
@@ -23,7 +24,7 @@ from nvte_ep._dtypes import (
     numpy_dtype,
 )
 from nvte_ep.array import Array, dlpack_tensor
-from nvte_ep.errors import invalid
+from nvte_ep.errors import InvalidArgumentError, invalid
 
 _MAX_NDIM = _abi.CONSTANTS["NVTE_EP_MAX_NDIM"]
 _MAX_VERSION = (1, 1)
@@ -67,9 +68,12 @@ def device_of(function: str, name: str, array: Any) -> Device:
         return (CUDA_TYPE if kind == CUDA_MANAGED_TYPE else kind, int(index))
     if hasattr(array, "__cuda_array_interface__"):
         return CUDA_TYPE, _cuda.pointer_device(int(array.__cuda_array_interface__["data"][0]))
-    raise invalid(
-        function, name, "an array with __dlpack__ or __cuda_array_interface__", type(array).__name__
-    )
+    raise _no_array(function, name, array)
+
+
+def _no_array(function: str, name: str, array: Any) -> InvalidArgumentError:
+    expected = "an array with __dlpack__ or __cuda_array_interface__"
+    return invalid(function, name, expected, type(array).__name__)
 
 
 def view(
@@ -96,8 +100,7 @@ def view(
     elif hasattr(array, "__cuda_array_interface__"):
         found = _describe_cuda_interface(function, name, array, stream)
     else:
-        device_of(function, name, array)  # raises
-        raise AssertionError
+        raise _no_array(function, name, array)
     if writable and (found.read_only or type(array).__module__.partition(".")[0] in ("jax", "jaxlib")):
         raise invalid(function, name, "a writable array", f"a read-only {type(array).__name__}")
     if as_bytes:
@@ -210,9 +213,11 @@ def _view(function: str, name: str, found: _Description) -> View:
     ndim = len(found.shape)
     if ndim > _MAX_NDIM:
         raise invalid(function, name, f"at most {_MAX_NDIM} dimensions", str(ndim))
-    # The stride of a dimension of one element says nothing, and producers fill it as they like.
+    # The stride of a dimension of one element says nothing, nor does any of no elements: producers fill them
+    # as they like.
+    empty = 0 in found.shape
     strides = tuple(
-        stride if size > 1 else step
+        step if empty or size == 1 else stride
         for size, stride, step in zip(found.shape, found.strides, _compact(found.shape), strict=True)
     )
     if ndim and strides[-1] != 1:  # also keeps all-zero strides, which mean compact, out of the struct
@@ -220,7 +225,7 @@ def _view(function: str, name: str, found: _Description) -> View:
             function, name, "a contiguous inner dimension", f"shape {found.shape}, strides {strides}"
         )
     tensor = _abi.Tensor(
-        data=found.pointer or None,
+        data=None if empty else found.pointer,
         ndim=ndim,
         device_type=found.device[0],
         device_id=found.device[1],

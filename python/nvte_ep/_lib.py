@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds, loads and calls libnvte_ep.so. Nothing happens before the first call into the library."""
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _candidates() -> tuple[list[Path], list[str]]:
         places.append(f"the RECORD of the distribution {DISTRIBUTION} (not installed)")
     else:
         if not found:
-            places.append(f"the RECORD of the distribution {DISTRIBUTION} (does not list {LIBRARY_NAME})")
+            places.append(f"the RECORD of the distribution {DISTRIBUTION} (has no {LIBRARY_NAME})")
     return files + found, places + [str(file) for file in found]
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the NCCL of this process the one that the library finds, and asks for the current CUDA device."""
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import importlib
 import sys
 
 from nvte_ep import _cuda
-from nvte_ep.errors import UnsupportedError
+from nvte_ep.errors import NvteEpError
 
 
 @functools.lru_cache(maxsize=1)
@@ -32,5 +33,5 @@ def current_device() -> int:
         return int(torch.cuda.current_device())
     try:
         return _cuda.current_device()
-    except UnsupportedError:
+    except NvteEpError:
         return 0

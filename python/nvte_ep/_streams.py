@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which CUDA stream a call goes on. A stream is its handle as an integer; 0 is the legacy default stream."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays that this package owns or carves out of a buffer; every framework reads them through DLPack.
 
 An Array is a NumPy array of the right shape over host or device memory, plus the element type and the device.
@@ -268,7 +269,7 @@ class Array:
     ) -> Any:
         if dl_device is not None and (int(dl_device[0]), int(dl_device[1])) != self.device:
             raise BufferError(f"this Array lies on {device_name(self.device)}")
-        array = self._array
+        array: Any = self._array
         if self.device[0] == CUDA_TYPE:
             if copy:
                 raise BufferError("an Array on a device exports its own memory, not a copy")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The codecs: tokens to rows and back, rows to the operand of a grouped GEMM. Local: no group, any thread.
 
 Arrays come in through DLPack or __cuda_array_interface__. Results are the caller's `out`, or new Arrays where

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Communicator: the ranks that can form groups."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exceptions: one class per status, each also the built-in exception that fits, all of them NvteEpError."""
 
 from __future__ import annotations

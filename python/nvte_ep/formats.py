@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wire formats, as the library lists them."""
 
 from __future__ import annotations

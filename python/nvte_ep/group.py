@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Group: the expert-parallel group of a rank, its errors and its memory.
 
 A group is closed by close() or by a with statement. One that is dropped instead is closed without waiting for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handle: prepare, dispatch, combine and their backwards."""
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
 # The types must check with JAX installed and without:
-# mypy: allow-untyped-calls, no-warn-return-any
+# mypy: allow-untyped-calls, allow-untyped-decorators, no-warn-return-any
 """Dispatch and combine as JAX operations with gradients, inside jax.jit or out of it: for JAX on the CPU.
 
     counts = nvte_ep.jax.prepare(handle, topk_idx)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the library says about itself."""
 
 from __future__ import annotations

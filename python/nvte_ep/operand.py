@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operand of a grouped GEMM: every part of it in one buffer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # The types must check with PyTorch installed and without:
 # mypy: allow-subclassing-any, allow-untyped-calls, no-warn-return-any
 """Dispatch and combine as PyTorch operations with gradients.

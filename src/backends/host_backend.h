@@ -25,6 +25,10 @@ class HostBackend : public Backend {
   Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) override;
   Status gather_scalars(int32_t top_k, const SlotAddress* slots, const float* const* rank_values,
                         const TensorView& out, nvte_ep_stream_t stream) override;
+  Status clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,
+                       int64_t* faults, nvte_ep_stream_t stream) override;
+  int64_t route_workspace_bytes(const Route& route) const override;
+  Status route(const Route& route, nvte_ep_stream_t stream) override;
   Status allocate(int64_t bytes, void** pointer) override;
   void release(void* pointer) override;
 

@@ -106,6 +106,32 @@ struct ReduceRows {
   int32_t partial_format;  // BF16: rows travel as they are; MXFP8: one partial row per (token, rank) is rounded to MXFP8
 };
 
+// prepare on one rank, from the choices of all: what core/routing.h defines, in the backend's memory.
+struct Route {
+  int32_t rank = 0;
+  int32_t num_ranks = 0;
+  int32_t num_experts = 0;  // of all ranks
+  int32_t top_k = 0;
+  int64_t alignment = 1;
+  int64_t capacity = 0;         // INT64_MAX: whatever is needed
+  int64_t tokens = 0;           // rows of indices and slots per rank; a rank with fewer tokens pads with -1
+  const int32_t* indices = nullptr;  // [num_ranks, tokens, top_k], clean
+  // Of this rank's experts; null: not wanted
+  int64_t* tokens_routed = nullptr;      // [num_local_experts]
+  int64_t* tokens_per_expert = nullptr;  // [num_local_experts]
+  int64_t* rows_per_expert = nullptr;    // [num_local_experts]
+  int64_t* row_offsets = nullptr;        // [num_local_experts + 1]
+  int64_t* scale_row_offsets = nullptr;  // [num_local_experts + 1]
+  int64_t* totals = nullptr;             // [3] total_rows, dropped_rows, needed_rows
+  int64_t* slot_source = nullptr;        // [total_rows]
+  int32_t* slot_k = nullptr;             // [total_rows]
+  int32_t* slot_expert = nullptr;        // [total_rows]
+  // Where copies went: of this rank's tokens on every rank, and of every rank's tokens on this one
+  SlotAddress* slots = nullptr;      // [tokens, top_k]
+  SlotAddress* in_slots = nullptr;   // [num_ranks, tokens, top_k]; the rank part is this rank
+  void* workspace = nullptr;         // route_workspace_bytes
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -129,6 +155,13 @@ class Backend {
   // out[t, k] = rank_values[rank][slot] of slots[t, k], 0 where there is none.
   virtual Status gather_scalars(int32_t top_k, const SlotAddress* slots, const float* const* rank_values,
                                 const TensorView& out, nvte_ep_stream_t stream) = 0;
+
+  // topk_idx [T, K] to clean [tokens, K], T <= tokens: what is illegal, a second mention, and rows past T become -1.
+  // faults [2]: indices out of range and duplicates are added.
+  virtual Status clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,
+                               int64_t* faults, nvte_ep_stream_t stream) = 0;
+  virtual int64_t route_workspace_bytes(const Route& route) const = 0;
+  virtual Status route(const Route& route, nvte_ep_stream_t stream) = 0;
 
   // Scratch memory, aligned to 256 bytes.
   virtual Status allocate(int64_t bytes, void** pointer) = 0;

@@ -1,6 +1,6 @@
-// Every golden vector, byte for byte: single functions through src/formats, everything else through the C ABI, in
-// each kind of memory that this build has. A case without a handler fails, and so does a field of a case that its
-// handler does not read.
+// Every golden vector, byte for byte: single functions through src/formats, the rest through the C ABI,
+// in each kind of memory of this build. A case without a handler fails, and so does a field of a case that
+// its handler does not read.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -184,6 +184,11 @@ def tables(out: Vectors, numbers: Numbers) -> None:
     hadamard(out, numbers)
 
 
+def one_e2m1_value(numbers: Numbers) -> np.uint32:
+    value: np.uint32 = codes.E2M1_DECODE[1 + numbers.below(7, 1)][0]
+    return value
+
+
 def hadamard(out: Vectors, numbers: Numbers) -> None:
     """[n, 16] values of one column over 16 tokens, and their transform as BF16 bits."""
     digits = codes.E2M1_DECODE[numbers.below(16, 400, 16)]
@@ -200,6 +205,11 @@ def hadamard(out: Vectors, numbers: Numbers) -> None:
             np.eye(16, dtype=np.uint32) * np.uint32(exact.ONE),
         ]
     )
+    # Large equal values that cancel in half of the sums: what is left of the others shows the order of sums.
+    far = scaled(codes.E2M1_DECODE[numbers.below(16, 100, 16)], -18 - numbers.below(12, 100, 16))
+    for row in far:
+        row[numbers.below(16, 2 + int(numbers.below(3, 1)[0]))] = one_e2m1_value(numbers)
+    x = np.concatenate([x, far])
     y = nvfp4.hadamard(x[:, :, None])[:, :, 0]
     out.case("hadamard", "hadamard", {"x": x, "y": codes.round_to_bf16(y)})
 
@@ -597,6 +607,25 @@ def nvfp4_receive(out: Vectors, numbers: Numbers) -> None:
     rows = nvfp4.join_row(nvfp4.Quantised(payload, np.full((64, 2), 0x38, np.uint8), token_scales))
     case("nvfp4_receive_cancel", 32, 16, (16,) * 4, rows)
 
+    # The same, but far smaller rows are left where the large ones cancel: signs of zero show the order.
+    pairs = ((0, 1), (0, 8), (3, 12), (0, 1, 2, 3))
+    token_scales = exact.power_of_two(-16 - numbers.below(12, 64))
+    rows = random_nvfp4_rows(numbers, 64, 64, token_scales)
+    large = random_nvfp4_rows(numbers, 4, 64, exact.power_of_two(np.zeros(4, np.int64)))
+    for slab, members in enumerate(pairs):
+        for member in members:
+            rows[16 * slab + member] = large[slab]
+    case("nvfp4_receive_cancel_far", 64, 16, (16,) * 4, rows)
+
+    # One and two live rows at the smallest token scales: the columnwise exponent is clamped.
+    rows = np.zeros((64, layout.nvfp4_row_bytes(32)), np.uint8)
+    for slab, (k, live) in enumerate(((-116, 1), (-116, 2), (-115, 1), (-113, 16))):
+        token_scales = exact.power_of_two(np.full(live, k))
+        rows[16 * slab + 5 :][:live] = random_nvfp4_rows(numbers, live, 32, token_scales)[
+            : 64 - 16 * slab - 5
+        ]
+    case("nvfp4_receive_clamped_columns", 32, 16, (16,) * 4, rows)
+
     # Rows shifted by every distance from the largest; only the rowwise operand, which takes any alignment.
     rows = random_nvfp4_rows(numbers, 42, 2048, exact.power_of_two(5 - np.arange(42)))
     rows[:, 1024 : 1024 + 128] = np.tile(np.arange(128, dtype=np.uint8), (42, 1))
@@ -610,33 +639,50 @@ def nvfp4_receive(out: Vectors, numbers: Numbers) -> None:
         columnwise=False,
     )
 
-    # Scales that the consumer fixed: for rows that fit, rows that saturate, zero rows, no rows, and one that
-    # is no legal scale.
-    counts = (16, 32, 16, 0, 16)
+    # Scales that the consumer fixed: for rows that fit, rows that saturate, zero rows and no rows.
+    counts = (16, 32, 16, 0)
     rows = received_rows(numbers, 64, sum(counts), 14)
     rows[48:64] = 0
-    fixed = exact.power_of_two(np.array([1, -9, 20, 3, 3]))
-    fixed[4] += 1
-    for bound in ("l1", "max"):  # makes no difference here
-        operand = nvfp4.direct_receive(rows, 64, counts, bound=bound, fixed_scales=fixed)
-        receive_case(
-            out,
-            f"nvfp4_receive_fixed_scale_{bound}",
-            "nvfp4_receive",
-            64,
-            16,
-            counts,
-            rows if bound == "l1" else "nvfp4_receive_fixed_scale_l1/rows.npy",
-            operand,
-            {"fixed_expert_scale": fixed},
-            column_bound=bound,
-            findings=EXPERT_SCALE,
-        )
-    rows = received_rows(numbers, 64, 16, 14)
-    fixed = exact.power_of_two(np.array([3]))
-    operand = nvfp4.direct_receive(rows, 64, (16,), fixed_scales=fixed)
-    name = "nvfp4_receive_fixed_scale_fits"
-    receive_case(out, name, "nvfp4_receive", 64, 16, (16,), rows, operand, {"fixed_expert_scale": fixed})
+    for label, exponents, findings in (
+        ("fits", (3, 9, 20, 3), 0),
+        ("saturates", (1, -9, -116, 105), EXPERT_SCALE),
+    ):
+        fixed = exact.power_of_two(np.array(exponents))
+        operand = nvfp4.direct_receive(rows, 64, counts, fixed_scales=fixed)
+        for bound in ("l1", "max"):  # makes no difference here
+            stored_rows = (
+                rows if (label, bound) == ("fits", "l1") else "nvfp4_receive_fixed_scale_fits_l1/rows.npy"
+            )
+            receive_case(
+                out,
+                f"nvfp4_receive_fixed_scale_{label}_{bound}",
+                "nvfp4_receive",
+                64,
+                16,
+                counts,
+                stored_rows,
+                operand,
+                {"fixed_expert_scale": fixed},
+                column_bound=bound,
+                findings=findings,
+            )
+    # Illegal ones.
+    fixed = illegal_tensor_scales()
+    per_expert = [16] * (len(fixed) - 1) + [0]
+    rows = received_rows(numbers, 32, sum(per_expert), 14)
+    operand = nvfp4.direct_receive(rows, 32, per_expert, fixed_scales=fixed)
+    receive_case(
+        out,
+        "nvfp4_receive_illegal_fixed_scale",
+        "nvfp4_receive",
+        32,
+        16,
+        per_expert,
+        rows,
+        operand,
+        {"fixed_expert_scale": fixed},
+        findings=EXPERT_SCALE,
+    )
 
 
 def mxfp8_receive(out: Vectors, numbers: Numbers) -> None:

@@ -242,18 +242,6 @@ def rowwise_scales(slab: Slots, scale: ExpertScale) -> Bytes:
     return np.where(nan, E4M3_NAN, shifted).astype(np.uint8)
 
 
-def saturates(slab: Slots, scale: ExpertScale) -> bool:
-    """Whether a block scale of a row does not fit a fixed expert scale."""
-    if scale.nan:
-        return True
-    grown = multiply(
-        E4M3_DECODE[slab.scales & 0x7F],
-        power_of_two(np.maximum(slab.exponent - (scale.rowwise or 0), 0))[:, None],
-    )
-    limit = E4M3_DECODE[0x7E]
-    return bool(((grown > limit) & ~is_nan(grown) & slab.live[:, None]).any())
-
-
 def columnwise(
     values: Bits, exponent: int, scale_up: bool, random: Random | None, first_block_id: int
 ) -> tuple[Bytes, Bytes]:

@@ -1,0 +1,400 @@
+"""Bytes, memory and the least time of the exchanges of an MoE layer, for a model and a number of ranks beyond
+what this machine has. Nothing is run: the numbers follow from uniform routing (every set of top-k experts
+equally likely), from the row sizes of the library, and from the rates that you give. A time is a floor: bytes
+over rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nvte_ep.commands._expect import Cluster
+from nvte_ep.commands._report import UsageError, pairs, print_json, size, table
+from nvte_ep.communicator import Communicator, unique_id
+from nvte_ep.errors import NvteEpError
+from nvte_ep.formats import format_info, row_bytes
+from nvte_ep.group import Group
+from nvte_ep.operand import operand_layout
+
+
+@dataclass(frozen=True)
+class Model:
+    """The MoE layers of a published configuration."""
+
+    hidden: int
+    experts: int
+    top_k: int
+    moe_layers: int
+
+
+MODELS = {
+    "deepseek-v3": Model(hidden=7168, experts=256, top_k=8, moe_layers=58),
+    "kimi-k2": Model(hidden=7168, experts=384, top_k=8, moe_layers=60),
+    "qwen3-235b-a22b": Model(hidden=4096, experts=128, top_k=8, moe_layers=94),
+    "gpt-oss-120b": Model(hidden=2880, experts=128, top_k=4, moe_layers=36),
+    "mixtral-8x7b": Model(hidden=4096, experts=8, top_k=2, moe_layers=32),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shape = parser.add_argument_group("the layer")
+    shape.add_argument("--model", choices=sorted(MODELS), help="a published configuration; see --list-models")
+    shape.add_argument("--list-models", action="store_true", help="print the configurations and exit")
+    shape.add_argument("--hidden", type=int, metavar="H", help="elements of a token (7168)")
+    shape.add_argument("--experts", type=int, metavar="E", help="of all ranks (256)")
+    shape.add_argument("--top-k", type=int, metavar="K", help="experts of a token (8)")
+    shape.add_argument("--layers", type=int, metavar="L", help="MoE layers of the model (1)")
+    shape.add_argument("--tokens", type=int, default=4096, metavar="T", help="of a rank, per layer (4096)")
+    cluster = parser.add_argument_group("the cluster")
+    cluster.add_argument("--ranks", type=int, default=8, metavar="R", help="expert-parallel ranks (8)")
+    cluster.add_argument(
+        "--domain",
+        type=int,
+        metavar="D",
+        help="ranks that share the fast link, such as an NVLink domain (all)",
+    )
+    cluster.add_argument(
+        "--link-gbps",
+        type=float,
+        default=380.0,
+        metavar="G",
+        help="GB/s of that link, one direction of a rank (380)",
+    )
+    cluster.add_argument(
+        "--network-gbps", type=float, default=50.0, metavar="G", help="GB/s of a rank beyond its domain (50)"
+    )
+    cluster.add_argument(
+        "--memory-gbps",
+        type=float,
+        default=4200.0,
+        metavar="G",
+        help="GB/s of a rank's memory, read + write (4200)",
+    )
+    how = parser.add_argument_group("how it runs")
+    how.add_argument("--format", metavar="LIST", help="wire formats of dispatch and combine backward (all)")
+    how.add_argument(
+        "--combine", default="bf16", metavar="FORMAT", help="of combine and dispatch backward (bf16)"
+    )
+    how.add_argument(
+        "--alignment", type=int, default=128, metavar="A", help="slots of an expert are a multiple (128)"
+    )
+    how.add_argument(
+        "--headroom",
+        type=float,
+        default=1.25,
+        metavar="F",
+        help="receive capacity over the expected slots (1.25)",
+    )
+    how.add_argument("--json", action="store_true", help="print JSON and nothing else")
+
+
+# ---- what is planned -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that the answer depends on."""
+
+    model: str | None
+    hidden: int
+    layers: int
+    cluster: Cluster
+    link_gbps: float
+    network_gbps: float
+    memory_gbps: float
+    formats: list[str]
+    combine: str
+    headroom: float
+
+
+def _setting(arguments: argparse.Namespace) -> Setting:
+    base = MODELS[arguments.model] if arguments.model else Model(7168, 256, 8, 1)
+
+    def pick(name: str, otherwise: int) -> int:
+        given = getattr(arguments, name)
+        return otherwise if given is None else int(given)
+
+    hidden, experts = pick("hidden", base.hidden), pick("experts", base.experts)
+    top_k, layers = pick("top_k", base.top_k), pick("layers", base.moe_layers)
+    ranks, domain = arguments.ranks, pick("domain", arguments.ranks)
+    for name, value in {
+        "hidden": hidden, "experts": experts, "top-k": top_k, "layers": layers, "tokens": arguments.tokens,
+        "ranks": ranks, "domain": domain, "alignment": arguments.alignment,
+        "link-gbps": arguments.link_gbps, "network-gbps": arguments.network_gbps,
+        "memory-gbps": arguments.memory_gbps, "headroom": arguments.headroom,
+    }.items():  # fmt: skip
+        if not value > 0:
+            raise UsageError(f"--{name}: expected more than 0, got {value}")
+    if experts % ranks:
+        raise UsageError(f"--experts: must divide evenly over {ranks} ranks, got {experts}")
+    if ranks % min(domain, ranks):
+        raise UsageError(f"--domain: must divide the {ranks} ranks, got {domain}")
+    if top_k > experts:
+        raise UsageError(f"--top-k: at most {experts}, the number of experts, got {top_k}")
+    if arguments.alignment & (arguments.alignment - 1):
+        raise UsageError(f"--alignment: a power of two, got {arguments.alignment}")
+    known = format_info()
+    formats = list(known) if arguments.format is None else [f.strip() for f in arguments.format.split(",")]
+    for option, names in (("format", formats), ("combine", [arguments.combine])):
+        for name in names:
+            if name not in known:
+                raise UsageError(f"--{option}: expected {', '.join(known)}, got {name}")
+            multiple = max(known[name].hidden_multiple, known[name].operand_multiple)
+            if hidden % multiple:
+                raise UsageError(f"--hidden: {name} needs a multiple of {multiple}, got {hidden}")
+    cluster = Cluster(arguments.tokens, top_k, experts, ranks, min(domain, ranks), arguments.alignment)
+    return Setting(
+        arguments.model,
+        hidden,
+        layers,
+        cluster,
+        arguments.link_gbps,
+        arguments.network_gbps,
+        arguments.memory_gbps,
+        formats,
+        arguments.combine,
+        arguments.headroom,
+    )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One exchange of one rank: bytes in one direction (it sends as many as it receives), and the floor."""
+
+    link_bytes: float
+    network_bytes: float
+    memory_bytes: float
+    microseconds: float
+    bound_by: str
+
+
+def _exchange(setting: Setting, width: int, memory_bytes: float) -> Exchange:
+    link, network = setting.cluster.link_rows * width, setting.cluster.network_rows * width
+    times = {
+        "link": link / setting.link_gbps,
+        "network": network / setting.network_gbps,
+        "memory": memory_bytes / setting.memory_gbps,
+    }
+    slowest = max(times, key=lambda name: times[name])
+    return Exchange(link, network, memory_bytes, times[slowest] / 1000, slowest)  # bytes over GB/s are ns
+
+
+@dataclass(frozen=True)
+class FormatPlan:
+    name: str
+    row_bytes: int
+    dispatch: Exchange
+    combine: Exchange
+    operand_bytes: int  # of the receive capacity, rowwise
+    training_operand_bytes: int  # with the columnwise parts
+    layer_microseconds: float  # forward: dispatch and combine
+    training_layer_microseconds: float  # and backward: the same again
+
+
+def _plan_format(setting: Setting, name: str, capacity: int) -> FormatPlan:
+    cluster, hidden = setting.cluster, setting.hidden
+    width = row_bytes(name, hidden)
+    combine_width = row_bytes(setting.combine, hidden)
+    bf16_tokens = 2 * hidden * cluster.tokens
+    bf16_slots = 2 * hidden * cluster.slots
+    # The fewest bytes of memory: read the tokens, write the slots; and the other way round.
+    dispatch = _exchange(setting, width, bf16_tokens + cluster.slots * width)
+    combine = _exchange(setting, combine_width, bf16_slots + bf16_tokens)
+    if format_info()[name].operand_multiple == 0:
+        rowwise = training = capacity * width
+    else:
+        sizes = [
+            operand_layout(
+                name,
+                hidden,
+                capacity,
+                cluster.local_experts,
+                alignment=cluster.alignment,
+                columnwise=columnwise,
+            ).total_bytes
+            for columnwise in (False, cluster.alignment >= format_info()[name].columnwise_alignment)
+        ]
+        rowwise, training = sizes
+    forward = dispatch.microseconds + combine.microseconds
+    return FormatPlan(name, width, dispatch, combine, rowwise, training, forward, 2 * forward)
+
+
+def _group_memory(setting: Setting, capacity: int) -> dict[str, Any]:
+    """What the library says a group of these settings would hold; "error" where it cannot say."""
+    cluster = setting.cluster
+    comm = Communicator("threads", cluster.ranks, 0, unique_id("threads"))
+    try:
+        memory = Group.memory(
+            comm,
+            num_experts=cluster.experts,
+            hidden=setting.hidden,
+            max_tokens_per_rank=cluster.tokens,
+            max_top_k=cluster.top_k,
+            recv_capacity=capacity,
+        )
+    except NvteEpError as error:
+        return {"transport": "threads", "error": str(error)}
+    finally:
+        comm.close()
+    return {"transport": "threads"} | asdict(memory)
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+def _document(setting: Setting) -> dict[str, Any]:
+    cluster = setting.cluster
+    capacity = cluster.capacity(setting.headroom)
+    return {
+        "command": "plan",
+        "model": setting.model,
+        "layer": {
+            "hidden": setting.hidden,
+            "experts": cluster.experts,
+            "top_k": cluster.top_k,
+            "layers": setting.layers,
+            "tokens": cluster.tokens,
+            "alignment": cluster.alignment,
+            "combine": setting.combine,
+        },
+        "cluster": {
+            "ranks": cluster.ranks,
+            "domain": cluster.domain,
+            "local_experts": cluster.local_experts,
+            "link_gbps": setting.link_gbps,
+            "network_gbps": setting.network_gbps,
+            "memory_gbps": setting.memory_gbps,
+        },
+        "routing": {
+            "assumption": "uniform",
+            "ranks_per_token": cluster.ranks_per_token,
+            "remote_ranks_per_token": cluster.ranks_per_token - cluster.hit,
+            "slots": cluster.slots,
+            "slots_worst": cluster.worst_capacity,
+            "recv_capacity": capacity,
+        },
+        "group_memory": _group_memory(setting, capacity),
+        "formats": [asdict(_plan_format(setting, name, capacity)) for name in setting.formats],
+    }
+
+
+def _microseconds(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _duration(microseconds: float) -> str:
+    if microseconds < 999.5e3:
+        return f"{microseconds / 1e3:.3g} ms"
+    return f"{microseconds / 1e6:.2f} s"
+
+
+def _print_report(setting: Setting, document: dict[str, Any]) -> None:
+    cluster, routing, memory = setting.cluster, document["routing"], document["group_memory"]
+    beyond = "" if cluster.domain == cluster.ranks else f", {cluster.domain} to a domain"
+    print(f"An MoE layer{f' of {setting.model}' if setting.model else ''} over {cluster.ranks} ranks{beyond}")
+    facts = [
+        (
+            "layer",
+            f"{cluster.tokens} tokens a rank, H = {setting.hidden}, top {cluster.top_k} of {cluster.experts} "
+            f"experts, {cluster.local_experts} on each rank",
+        ),
+        (
+            "routing",
+            f"uniform: a token has experts on {routing['ranks_per_token']:.2f} ranks, "
+            f"{routing['remote_ranks_per_token']:.2f} of them remote",
+        ),
+        (
+            "slots",
+            f"{routing['slots']:.0f} a rank with padding to {cluster.alignment}; capacity "
+            f"{routing['recv_capacity']} ({setting.headroom:g} times that, at most the worst case "
+            f"{routing['slots_worst']})",
+        ),
+        (
+            "rates",
+            f"inputs, not measurements: link {setting.link_gbps:g} GB/s "
+            + (
+                f"in a domain, network {setting.network_gbps:g} GB/s"
+                if beyond
+                else "between all ranks (see --domain)"
+            )
+            + f", memory {setting.memory_gbps:g} GB/s",
+        ),
+    ]
+    print("\n".join(pairs(facts)))
+
+    plans: list[dict[str, Any]] = document["formats"]
+
+    def row(name: str, value: Any) -> tuple[str, ...]:
+        return (name, *(value(plan) for plan in plans))
+
+    rows: list[tuple[str, ...]] = [row("", lambda plan: plan["name"]), ("bytes of a rank, one direction",)]
+    rows.append(row("a token on the wire", lambda plan: str(plan["row_bytes"])))
+    rows.append(row("dispatch over the link", lambda plan: size(plan["dispatch"]["link_bytes"])))
+    if beyond:
+        rows.append(row("dispatch over the network", lambda plan: size(plan["dispatch"]["network_bytes"])))
+    rows.append(
+        row(f"combine ({setting.combine}) over the link", lambda plan: size(plan["combine"]["link_bytes"]))
+    )
+    if beyond:
+        rows.append(row("combine over the network", lambda plan: size(plan["combine"]["network_bytes"])))
+    rows.append(("memory of a rank",))
+    rows.append(row("what dispatch delivers", lambda plan: size(plan["operand_bytes"])))
+    rows.append(row("  with columnwise parts", lambda plan: size(plan["training_operand_bytes"])))
+    rows.append(("floor, microseconds",))
+    rows.append(row("dispatch", lambda plan: _microseconds(plan["dispatch"]["microseconds"])))
+    rows.append(row("  bound by", lambda plan: plan["dispatch"]["bound_by"]))
+    rows.append(row("combine", lambda plan: _microseconds(plan["combine"]["microseconds"])))
+    rows.append(row("  bound by", lambda plan: plan["combine"]["bound_by"]))
+    rows.append(row("layer, forward", lambda plan: _microseconds(plan["layer_microseconds"])))
+    rows.append(
+        row("layer, forward + backward", lambda plan: _microseconds(plan["training_layer_microseconds"]))
+    )
+    if setting.layers > 1:
+        rows.append((f"floor, {setting.layers} layers",))
+        rows.append(row("forward", lambda plan: _duration(setting.layers * plan["layer_microseconds"])))
+        rows.append(
+            row(
+                "forward + backward",
+                lambda plan: _duration(setting.layers * plan["training_layer_microseconds"]),
+            )
+        )
+    print("\n" + "\n".join(table(rows)) + "\n")
+    if "error" in memory:
+        held = f"cannot be told here: {memory['error']}"
+    else:
+        held = (
+            f"group {size(memory['group_bytes'])}, each handle {size(memory['handle_bytes'])} "
+            f"(nvte_ep_group_memory of the transport {memory['transport']})"
+        )
+    notes = [
+        ("library", held),
+        (
+            "floors",
+            "the slowest of link, network and memory at the rates above, all at once; no latency, no skew "
+            "between ranks. Real routing is uneven: the fullest rank decides",
+        ),
+    ]
+    print("\n".join(pairs(notes)))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.list_models:
+        if arguments.json:
+            print_json({"command": "plan", "models": {name: asdict(model) for name, model in MODELS.items()}})
+            return 0
+        rows: list[tuple[str, ...]] = [("", "H", "experts", "top-k", "MoE layers")]
+        for name, model in MODELS.items():
+            rows.append(
+                (name, *(str(n) for n in (model.hidden, model.experts, model.top_k, model.moe_layers)))
+            )
+        print("\n".join(table(rows, indent="")))
+        return 0
+    setting = _setting(arguments)
+    document = _document(setting)
+    if arguments.json:
+        print_json(document)
+    else:
+        _print_report(setting, document)
+    return 0

@@ -1,0 +1,78 @@
+// One way to launch a kernel: what it may use is asked of the runtime once per kernel and device, errors come back as Status,
+// the caller's error state is left alone.
+#ifndef NVTE_EP_BACKENDS_CUDA_LAUNCH_KERNEL_H_
+#define NVTE_EP_BACKENDS_CUDA_LAUNCH_KERNEL_H_
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+#include "backends/cuda/launch.h"
+#include "core/status.h"
+
+namespace nvte_ep {
+
+inline Status cuda_status(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return Status();
+  const nvte_ep_status_t code =
+      error == cudaErrorMemoryAllocation ? NVTE_EP_STATUS_OUT_OF_MEMORY : NVTE_EP_STATUS_CUDA;
+  return Status(code, text(what, ": ", cudaGetErrorString(error)));
+}
+
+struct LaunchShape {
+  int64_t blocks = 1;
+  int threads = 0;
+  int shared_bytes = 0;
+  int cluster = 1;
+};
+
+// Registers per thread of a kernel, after allowing it all the shared memory of the device.
+template <auto kKernel>
+Status prepare_kernel(const LaunchContext& context, int* registers) {
+  static std::array<std::atomic<int>, kMaxDevices> known{};
+  std::atomic<int>& mine = known[static_cast<size_t>(context.device)];
+  *registers = mine.load(std::memory_order_acquire);
+  if (*registers != 0) return Status();
+  cudaFuncAttributes attributes;
+  NVTE_EP_TRY(cuda_status(cudaFuncGetAttributes(&attributes, kKernel), "cudaFuncGetAttributes"));
+  const int dynamic = context.shared_bytes_per_block - static_cast<int>(attributes.sharedSizeBytes);
+  NVTE_EP_TRY(cuda_status(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic),
+                          "cudaFuncSetAttribute"));
+  *registers = attributes.numRegs;
+  mine.store(attributes.numRegs, std::memory_order_release);
+  return Status();
+}
+
+// Blocks that the device runs at one time.
+inline int64_t resident_blocks(const LaunchContext& context, const LaunchShape& shape, int registers) {
+  const int by_threads = 2048 / shape.threads;
+  const int by_registers = 65536 / ((registers + 7) / 8 * 8 * shape.threads);
+  const int by_shared = context.shared_bytes_per_sm / (shape.shared_bytes + 1024);
+  return static_cast<int64_t>(context.sms) * std::max(1, std::min({by_threads, by_registers, by_shared, 32}));
+}
+
+template <auto kKernel, typename... Arguments>
+Status launch_kernel(const char* what, const LaunchContext& context, const LaunchShape& shape,
+                     const Arguments&... arguments) {
+  int registers;
+  NVTE_EP_TRY(prepare_kernel<kKernel>(context, &registers));
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(shape.blocks, 0x7FFFFFFF)));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
+  config.stream = context.stream;
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = shape.cluster > 1 ? 1 : 0;
+  return cuda_status(cudaLaunchKernelEx(&config, kKernel, arguments...), what);
+}
+
+}  // namespace nvte_ep
+
+#endif  // NVTE_EP_BACKENDS_CUDA_LAUNCH_KERNEL_H_

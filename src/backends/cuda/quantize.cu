@@ -1,0 +1,464 @@
+// Tokens to rows, packed or apart, and rows apart to packed ones.
+//
+// NVFP4 needs a row's largest magnitude before its first code, so a row is held on chip: a group of warps takes a row, copies
+// of the next rows to shared memory are in flight meanwhile, and every byte of a token is read from memory once. Rows too wide
+// for that are read twice.
+#include <type_traits>
+
+#include "backends/cuda/launch_kernel.h"
+#include "backends/cuda/row_threads.h"
+#include "device/codec_options.cuh"
+#include "device/memory.cuh"
+#include "device/nvfp4_block.cuh"
+#include "device/tokens.cuh"
+#include "device/warp.cuh"
+#include "formats/mxfp8.h"
+
+namespace nvte_ep {
+namespace {
+
+using namespace nvte_ep::device;  // NOLINT
+
+struct QuantizeArguments {
+  const uint8_t* tokens;
+  int64_t token_stride;  // bytes
+  int token_alignment;
+  int payload_alignment;
+  RowsView rows;
+  RowLayout layout;
+  CodecOptions options;
+};
+
+// What follows the scales in a packed row: the token scale, if there is one, between zero bytes. One warp writes it.
+__device__ __forceinline__ void store_row_tail(const RowLayout& layout, uint8_t* row, uint32_t token_scale) {
+  const int64_t used = layout.payload_bytes + layout.scale_bytes;
+  const int64_t at = used + lane_id();
+  if (at >= layout.row_bytes) return;
+  const int64_t byte = at - layout.token_scale_offset;
+  const bool in_scale = layout.token_scale_bytes != 0 && byte >= 0 && byte < 4;
+  row[at] = in_scale ? static_cast<uint8_t>(token_scale >> (8 * byte)) : uint8_t{0};
+}
+__device__ __forceinline__ void store_token_scale(const QuantizeArguments& a, int64_t row, uint32_t bits) {
+  if (a.rows.packed) {
+    store_row_tail(a.layout, a.rows.payload + row * a.rows.payload_stride, bits);
+  } else if (a.rows.token_scales != nullptr && lane_id() == 0) {
+    *reinterpret_cast<uint32_t*>(a.rows.token_scales + row * a.rows.token_scale_stride) = bits;
+  }
+}
+
+// ---- NVFP4 -----------------------------------------------------------------------------------------------------------------
+
+constexpr int kUnits = 2;      // blocks of 16 that a lane has of a row
+constexpr int kStages = 3;     // rows on the way or at work in each group of warps
+constexpr int kMaxThreads = 512;
+constexpr int kLoneWarps = 8;  // rows of one warp each that share a thread block
+
+// Codes of a row whose largest magnitude is known. largest: FP32 bits, above infinity's if there is a NaN.
+struct RowScale {
+  int k;
+  bool zero;    // zero bytes throughout
+  bool finite;
+  bool illegal;  // the tensor scale is none: the row reads as NaN
+
+  __device__ __forceinline__ RowScale(const TensorScale& tensor_scale, uint32_t largest, uint32_t largest_number)
+      : k(tensor_scale.kind == Nvfp4::ScaleKind::kLive ? tensor_scale.exponent
+                                                       : Nvfp4::token_exponent(bits_float(largest_number))),
+        zero(largest == 0),
+        finite(largest < 0x7F800000u),
+        illegal(tensor_scale.kind == Nvfp4::ScaleKind::kNan) {}
+
+  __device__ __forceinline__ uint32_t token_scale(const TensorScale& tensor_scale, bool saturate) const {
+    if (illegal || (!finite && !saturate)) return kNanBits;
+    return zero && tensor_scale.kind != Nvfp4::ScaleKind::kLive ? 0u : float_bits(exp2_int(k));
+  }
+};
+
+template <typename Token, bool kStochastic>
+__device__ __forceinline__ void store_nvfp4_block(const QuantizeArguments& a, const Block16<Token>& x, int64_t row,
+                                                  int64_t block, uint32_t largest, const RowScale& scale, uint64_t seed,
+                                                  uint64_t offset) {
+  uint2 codes = make_uint2(0, 0);
+  uint32_t b = scale.illegal ? 0x7Fu : 0u;
+  if (!scale.illegal && !scale.zero) {
+    Philox4 random;
+    if constexpr (kStochastic) {
+      const uint64_t blocks = static_cast<uint64_t>(a.rows.hidden) / Nvfp4::kBlock;
+      random = random_block(seed, offset, RandomStream::kRow,
+                            (a.options.row_id_base + static_cast<uint64_t>(row)) * blocks + static_cast<uint64_t>(block));
+    }
+    const float amax = bits_float(scale.finite ? largest : x.largest_number());
+    codes = encode_nvfp4_block<Token, kStochastic>(x, amax, scale.finite, SecondLevel(scale.k, a.options.scale_up),
+                                                   random.word, &b);
+    if (!scale.finite && !a.options.saturate && a.rows.token_scales == nullptr) b = 0x7Fu;
+  }
+  store8(a.rows.payload + row * a.rows.payload_stride + block * 8, codes, a.payload_alignment);
+  a.rows.scales[row * a.rows.scales_stride + block] = static_cast<uint8_t>(b);
+}
+
+// A unit is 32 consecutive blocks of a row, one a lane. Its 16-byte chunks lie in shared memory in an order in which lanes
+// read them without bank conflicts.
+template <typename Token>
+struct Unit {
+  static constexpr int kChunksPerLane = Token::kBytes;
+  static constexpr int kChunks = kWarp * kChunksPerLane;
+  static constexpr int kBytes = kChunks * 16;
+  static __device__ __forceinline__ int place(int chunk) { return chunk ^ ((chunk >> 3) & (kChunksPerLane - 1)); }
+
+  static __device__ __forceinline__ void fetch(uint8_t* to, const uint8_t* from, int bytes, int alignment) {
+#pragma unroll
+    for (int i = 0; i < kChunksPerLane; ++i) {
+      const int chunk = i * kWarp + lane_id();
+      if (chunk * 16 >= bytes) continue;
+      if (alignment >= 16) {
+        copy_async16(to + place(chunk) * 16, from + chunk * 16);
+      } else {
+        *reinterpret_cast<uint4*>(to + place(chunk) * 16) = load16(from + chunk * 16, alignment);
+      }
+    }
+  }
+  static __device__ __forceinline__ Block16<Token> read(const uint8_t* from) {
+    Block16<Token> x;
+#pragma unroll
+    for (int i = 0; i < kChunksPerLane; ++i) {
+      const uint4 v = *reinterpret_cast<const uint4*>(from + place(lane_id() * kChunksPerLane + i) * 16);
+      x.word[4 * i] = v.x;
+      x.word[4 * i + 1] = v.y;
+      x.word[4 * i + 2] = v.z;
+      x.word[4 * i + 3] = v.w;
+    }
+    return x;
+  }
+};
+
+template <typename Token, bool kStochastic>
+__global__ void __launch_bounds__(kMaxThreads, 2) quantize_nvfp4_rows(const QuantizeArguments a, int warps_per_row) {
+  extern __shared__ __align__(128) uint8_t ring[];
+  __shared__ uint32_t exchange[2][kMaxWarps];
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  const int rows_per_block = warps / warps_per_row;
+  const int warp_in_row = warp_id() % warps_per_row;
+  const int64_t blocks = a.rows.hidden / Nvfp4::kBlock;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * rows_per_block;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * rows_per_block + warp_id() / warps_per_row;
+  const int64_t count = rows_in_use(a.rows.rows, a.options);
+  const TensorScale tensor_scale = read_tensor_scale(a.options);
+  uint64_t seed = 0, offset = 0;
+  if constexpr (kStochastic) {
+    seed = static_cast<uint64_t>(a.options.rng_state[0]);
+    offset = static_cast<uint64_t>(a.options.rng_state[1]);
+  }
+
+  const auto unit_of = [&](int u) { return warp_in_row + u * warps_per_row; };
+  const auto stage_place = [&](int stage, int u) {
+    return ring + (static_cast<int>(stage * kUnits + u) * warps + warp_id()) * Unit<Token>::kBytes;
+  };
+  const auto fetch_row = [&](int64_t row, int stage) {
+    if (row < count) {
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        const int64_t begin = static_cast<int64_t>(unit_of(u)) * Unit<Token>::kBytes;
+        const int64_t left = a.rows.hidden * Token::kBytes - begin;
+        if (left <= 0) continue;
+        Unit<Token>::fetch(stage_place(stage, u), a.tokens + row * a.token_stride + begin,
+                           static_cast<int>(left < Unit<Token>::kBytes ? left : Unit<Token>::kBytes),
+                           a.token_alignment);
+      }
+    }
+    commit_copies();
+  };
+
+  for (int s = 0; s < kStages - 1; ++s) fetch_row(first + s * step, s);
+  int stage = 0;
+  int parity = 0;
+  for (int64_t row = first; row < count; row += step) {
+    fetch_row(row + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
+    wait_copies<kStages - 1>();
+    __syncwarp();
+    uint32_t block_largest[kUnits];
+    uint32_t largest = 0;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (static_cast<int64_t>(unit_of(u)) * kWarp + lane_id() < blocks) {
+        block_largest[u] = Unit<Token>::read(stage_place(stage, u)).largest();
+        largest = max(largest, block_largest[u]);
+      }
+    }
+    largest = block_max(largest, warps_per_row, exchange[parity]);
+    parity ^= 1;
+    uint32_t number = largest;
+    if (largest > 0x7F800000u) {  // NaNs: the row's scale comes from the others
+      number = 0;
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        if (static_cast<int64_t>(unit_of(u)) * kWarp + lane_id() < blocks) {
+          const uint32_t m = Unit<Token>::read(stage_place(stage, u)).largest_number();
+          number = max(number, m > 0x7F800000u ? 0u : m);
+        }
+      }
+      number = block_max(number, warps_per_row, exchange[parity]);
+      parity ^= 1;
+    }
+    const RowScale scale(tensor_scale, largest, number);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const int64_t block = static_cast<int64_t>(unit_of(u)) * kWarp + lane_id();
+      if (block < blocks) {
+        store_nvfp4_block<Token, kStochastic>(a, Unit<Token>::read(stage_place(stage, u)), row, block, block_largest[u],
+                                              scale, seed, offset);
+      }
+    }
+    __syncwarp();  // the stage is read: the next fetch may fill it
+    if (warp_in_row == 0) store_token_scale(a, row, scale.token_scale(tensor_scale, a.options.saturate));
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+  }
+  wait_copies<0>();
+}
+
+template <typename Token>
+__device__ __forceinline__ Block16<Token> load_block(const uint8_t* from, int alignment) {
+  Block16<Token> x;
+#pragma unroll
+  for (int i = 0; i < Token::kBytes; ++i) {
+    const uint4 v = load16(from + 16 * i, alignment);
+    x.word[4 * i] = v.x;
+    x.word[4 * i + 1] = v.y;
+    x.word[4 * i + 2] = v.z;
+    x.word[4 * i + 3] = v.w;
+  }
+  return x;
+}
+
+// A thread block a row, read twice.
+template <typename Token, bool kStochastic>
+__global__ void __launch_bounds__(kMaxThreads) quantize_nvfp4_wide_rows(const QuantizeArguments a) {
+  __shared__ uint32_t exchange[2][kMaxWarps];
+  const int64_t blocks = a.rows.hidden / Nvfp4::kBlock;
+  const int64_t count = rows_in_use(a.rows.rows, a.options);
+  const TensorScale tensor_scale = read_tensor_scale(a.options);
+  uint64_t seed = 0, offset = 0;
+  if constexpr (kStochastic) {
+    seed = static_cast<uint64_t>(a.options.rng_state[0]);
+    offset = static_cast<uint64_t>(a.options.rng_state[1]);
+  }
+  for (int64_t row = blockIdx.x; row < count; row += gridDim.x) {
+    const uint8_t* tokens = a.tokens + row * a.token_stride;
+    uint32_t largest = 0;
+    uint32_t number = 0;
+    for (int64_t block = threadIdx.x; block < blocks; block += blockDim.x) {
+      const Block16<Token> x = load_block<Token>(tokens + block * 16 * Token::kBytes, a.token_alignment);
+      largest = max(largest, x.largest());
+      const uint32_t m = x.largest_number();
+      number = max(number, m > 0x7F800000u ? 0u : m);
+    }
+    largest = block_max(largest, static_cast<int>(blockDim.x) / kWarp, exchange[0]);
+    number = block_max(number, static_cast<int>(blockDim.x) / kWarp, exchange[1]);
+    const RowScale scale(tensor_scale, largest, number);
+    for (int64_t block = threadIdx.x; block < blocks; block += blockDim.x) {
+      const Block16<Token> x = load_block<Token>(tokens + block * 16 * Token::kBytes, a.token_alignment);
+      store_nvfp4_block<Token, kStochastic>(a, x, row, block, x.largest(), scale, seed, offset);
+    }
+    if (warp_id() == 0) store_token_scale(a, row, scale.token_scale(tensor_scale, a.options.saturate));
+    __syncthreads();
+  }
+}
+
+// ---- MXFP8 -----------------------------------------------------------------------------------------------------------------
+
+// Two lanes share a block of 32 elements.
+template <typename Token>
+__global__ void __launch_bounds__(256) quantize_mxfp8_rows(const QuantizeArguments a, const RowThreads threads) {
+  const int64_t count = rows_in_use(a.rows.rows, a.options);
+  const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
+  const int first_chunk = static_cast<int>(threadIdx.x) % threads.threads_per_row;
+  if (row_in_block >= threads.rows_per_block) return;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * threads.rows_per_block + row_in_block; row < count;
+       row += static_cast<int64_t>(gridDim.x) * threads.rows_per_block) {
+    const uint8_t* tokens = a.tokens + row * a.token_stride;
+#pragma unroll 2
+    for (int chunk = first_chunk; chunk < threads.chunks; chunk += threads.threads_per_row) {
+      const Block16<Token> x =
+          load_block<Token>(tokens + static_cast<int64_t>(chunk) * 16 * Token::kBytes, a.token_alignment);
+      // NaNs are dropped, unless all 32 elements are.
+      const uint32_t mine = x.largest_number();
+      const uint32_t pair = 3u << (lane_id() & ~1);
+      const uint32_t other = __shfl_xor_sync(pair, mine, 1);
+      const uint32_t low = min(mine, other), high = max(mine, other);
+      const uint8_t scale = Mxfp8::scale(bits_float(high > 0x7F800000u ? low : high));
+      const float multiplier = e8m0_inverse(scale);
+      uint32_t codes[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        codes[i] = floats_to_e4m3x2(mul_rn(x.value(4 * i), multiplier), mul_rn(x.value(4 * i + 1), multiplier)) |
+                   (floats_to_e4m3x2(mul_rn(x.value(4 * i + 2), multiplier), mul_rn(x.value(4 * i + 3), multiplier))
+                    << 16);
+      }
+      store16(a.rows.payload + row * a.rows.payload_stride + static_cast<int64_t>(chunk) * 16,
+              make_uint4(codes[0], codes[1], codes[2], codes[3]), a.payload_alignment);
+      if ((chunk & 1) == 0) a.rows.scales[row * a.rows.scales_stride + chunk / 2] = scale;
+    }
+    if (a.rows.packed) {
+      for (int64_t at = a.layout.payload_bytes + a.layout.scale_bytes + first_chunk; at < a.layout.row_bytes;
+           at += threads.threads_per_row) {
+        a.rows.payload[row * a.rows.payload_stride + at] = 0;
+      }
+    }
+  }
+}
+
+// ---- BF16 ------------------------------------------------------------------------------------------------------------------
+
+// Eight elements a thread; BF16 tokens keep their bytes, NaN payloads too.
+template <typename Token>
+__global__ void __launch_bounds__(256) quantize_bf16_rows(const QuantizeArguments a, const RowThreads threads) {
+  const int64_t count = rows_in_use(a.rows.rows, a.options);
+  const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
+  const int first_chunk = static_cast<int>(threadIdx.x) % threads.threads_per_row;
+  if (row_in_block >= threads.rows_per_block) return;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * threads.rows_per_block + row_in_block; row < count;
+       row += static_cast<int64_t>(gridDim.x) * threads.rows_per_block) {
+    for (int chunk = first_chunk; chunk < threads.chunks; chunk += threads.threads_per_row) {
+      const uint8_t* from = a.tokens + row * a.token_stride + static_cast<int64_t>(chunk) * 8 * Token::kBytes;
+      uint4 out = load16(from, a.token_alignment);
+      if constexpr (std::is_same_v<Token, Fp16Token>) {
+        out = make_uint4(floats_to_bf16x2(Token::lo(out.x), Token::hi(out.x)),
+                         floats_to_bf16x2(Token::lo(out.y), Token::hi(out.y)),
+                         floats_to_bf16x2(Token::lo(out.z), Token::hi(out.z)),
+                         floats_to_bf16x2(Token::lo(out.w), Token::hi(out.w)));
+      } else if constexpr (std::is_same_v<Token, Fp32Token>) {
+        const uint4 more = load16(from + 16, a.token_alignment);
+        out = make_uint4(floats_to_bf16x2(bits_float(out.x), bits_float(out.y)),
+                         floats_to_bf16x2(bits_float(out.z), bits_float(out.w)),
+                         floats_to_bf16x2(bits_float(more.x), bits_float(more.y)),
+                         floats_to_bf16x2(bits_float(more.z), bits_float(more.w)));
+      }
+      store16(a.rows.payload + row * a.rows.payload_stride + static_cast<int64_t>(chunk) * 16, out,
+              a.payload_alignment);
+    }
+    // H is a multiple of 16: a BF16 row has no pad.
+  }
+}
+
+// ---- rows apart to packed rows ------------------------------------------------------------------------------------------------
+
+struct AssembleArguments {
+  RowsView apart;
+  RowsView packed;
+  RowLayout layout;
+  CodecOptions options;
+  int payload_alignment;
+  int scales_alignment;
+};
+
+// A thread block a row: payload, scales and tail by 16 bytes.
+__global__ void __launch_bounds__(256) assemble_rows(const AssembleArguments a) {
+  const int64_t count = rows_in_use(a.apart.rows, a.options);
+  const TensorScale tensor_scale = read_tensor_scale(a.options);
+  for (int64_t row = blockIdx.x; row < count; row += gridDim.x) {
+    uint8_t* to = a.packed.payload + row * a.packed.payload_stride;
+    const auto copy = [&](uint8_t* out, const uint8_t* in, int64_t bytes, int alignment) {
+      for (int64_t at = static_cast<int64_t>(threadIdx.x) * 16; at < bytes; at += blockDim.x * 16) {
+        const int piece = static_cast<int>(bytes - at < 16 ? bytes - at : 16);
+        store16(out + at, load16(in + at, alignment, piece), alignment, piece);
+      }
+    };
+    copy(to, a.apart.payload + row * a.apart.payload_stride, a.layout.payload_bytes, a.payload_alignment);
+    if (a.layout.scale_bytes != 0) {
+      copy(to + a.layout.payload_bytes, a.apart.scales + row * a.apart.scales_stride, a.layout.scale_bytes,
+           a.scales_alignment);
+    }
+    if (warp_id() == 0) {
+      uint32_t bits = 0;
+      if (a.layout.token_scale_bytes != 0) {
+        if (tensor_scale.kind == Nvfp4::ScaleKind::kZero) {
+          bits = *reinterpret_cast<const uint32_t*>(a.apart.token_scales + row * a.apart.token_scale_stride);
+        } else {
+          bits = tensor_scale.kind == Nvfp4::ScaleKind::kLive ? float_bits(exp2_int(tensor_scale.exponent)) : kNanBits;
+        }
+      }
+      store_row_tail(a.layout, to, bits);
+    }
+  }
+}
+
+// ---- launches ----------------------------------------------------------------------------------------------------------------
+
+template <typename Token, bool kStochastic>
+Status launch_nvfp4(const QuantizeArguments& a, const LaunchContext& context) {
+  const int64_t blocks = a.rows.hidden / Nvfp4::kBlock;
+  const int64_t warps_per_row = (blocks + kWarp * kUnits - 1) / (kWarp * kUnits);
+  LaunchShape shape;
+  if (warps_per_row * kWarp > kMaxThreads) {
+    shape.threads = kMaxThreads;
+    shape.blocks = a.rows.rows;
+    return launch_kernel<quantize_nvfp4_wide_rows<Token, kStochastic>>("quantize_nvfp4_wide_rows", context, shape, a);
+  }
+  const int64_t rows_per_block = warps_per_row == 1 ? kLoneWarps : 1;
+  shape.threads = static_cast<int>(warps_per_row * rows_per_block * kWarp);
+  shape.shared_bytes = static_cast<int>(warps_per_row * rows_per_block) * kStages * kUnits * Unit<Token>::kBytes;
+  int registers;
+  NVTE_EP_TRY((prepare_kernel<quantize_nvfp4_rows<Token, kStochastic>>(context, &registers)));
+  shape.blocks = std::min((a.rows.rows + rows_per_block - 1) / rows_per_block,
+                          resident_blocks(context, shape, registers));
+  return launch_kernel<quantize_nvfp4_rows<Token, kStochastic>>("quantize_nvfp4_rows", context, shape, a,
+                                                                static_cast<int>(warps_per_row));
+}
+
+template <typename Token>
+Status launch_tokens(int32_t format, const QuantizeArguments& a, const LaunchContext& context) {
+  switch (format) {
+    case NVTE_EP_FORMAT_NVFP4:
+      return a.options.stochastic ? launch_nvfp4<Token, true>(a, context) : launch_nvfp4<Token, false>(a, context);
+    case NVTE_EP_FORMAT_MXFP8: {
+      const RowThreads threads = row_threads(a.rows.hidden / 16);
+      return launch_kernel<quantize_mxfp8_rows<Token>>("quantize_mxfp8_rows", context,
+                                                       row_launch(threads, a.rows.rows), a, threads);
+    }
+    default: {
+      const RowThreads threads = row_threads(a.rows.hidden / 8);
+      return launch_kernel<quantize_bf16_rows<Token>>("quantize_bf16_rows", context,
+                                                      row_launch(threads, a.rows.rows), a, threads);
+    }
+  }
+}
+
+}  // namespace
+
+Status launch_quantize(int32_t format, const TensorView& tokens, const RowsView& rows, const CodecOptions& options,
+                       const LaunchContext& context) {
+  QuantizeArguments a{};
+  a.tokens = static_cast<const uint8_t*>(tokens.data);
+  a.token_stride = tokens.stride * dtype_bytes(tokens.dtype);
+  a.token_alignment = alignment_of(tokens.data, a.token_stride);
+  a.payload_alignment = alignment_of(rows.payload, rows.payload_stride);
+  a.rows = rows;
+  a.layout = row_layout(*find_format(format), rows.hidden);
+  a.options = options;
+  switch (tokens.dtype) {
+    case DType::kBFloat16:
+      return launch_tokens<Bf16Token>(format, a, context);
+    case DType::kFloat16:
+      return launch_tokens<Fp16Token>(format, a, context);
+    default:
+      return launch_tokens<Fp32Token>(format, a, context);
+  }
+}
+
+Status launch_assemble(int32_t format, const RowsView& apart, const RowsView& packed, const CodecOptions& options,
+                       const LaunchContext& context) {
+  AssembleArguments a{};
+  a.apart = apart;
+  a.packed = packed;
+  a.layout = row_layout(*find_format(format), apart.hidden);
+  a.options = options;
+  if (format != NVTE_EP_FORMAT_NVFP4) a.options.tensor_scale = nullptr;
+  a.payload_alignment = alignment_of(apart.payload, apart.payload_stride, reinterpret_cast<int64_t>(packed.payload),
+                                     packed.payload_stride);
+  a.scales_alignment = alignment_of(apart.scales, apart.scales_stride, reinterpret_cast<int64_t>(packed.payload),
+                                    packed.payload_stride, a.layout.payload_bytes);
+  LaunchShape shape;
+  shape.blocks = apart.rows;
+  shape.threads = 256;
+  return launch_kernel<assemble_rows>("assemble_rows", context, shape, a);
+}
+
+}  // namespace nvte_ep

@@ -1,0 +1,70 @@
+// Sixteen elements to NVFP4: the fast form of Nvfp4::encode_block, with the same bytes.
+#ifndef NVTE_EP_DEVICE_NVFP4_BLOCK_CUH_
+#define NVTE_EP_DEVICE_NVFP4_BLOCK_CUH_
+
+#include "device/e2m1.cuh"
+#include "device/e4m3.cuh"
+#include "device/tokens.cuh"
+#include "formats/nvfp4.h"
+
+namespace nvte_ep::device {
+
+// 1 / x to nearest, for a positive E4M3 number x: the approximation is within one last place, one step of Newton's method
+// rounds it right.
+__device__ __forceinline__ float reciprocal_of_e4m3(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return __fmaf_rn(__fmaf_rn(-x, r, 1.0f), r, r);
+}
+
+// A second-level scale 2^k as the block encoder needs it.
+struct SecondLevel {
+  float sixth;    // 2^-k / 6
+  float inverse;  // 2^-k
+  bool round_up;  // block scales towards infinity
+
+  __device__ __forceinline__ SecondLevel(int k, bool up)
+      : sixth(mul_rn(exp2_int(-k), 1.0f / 6.0f)), inverse(exp2_int(-k)), round_up(up) {}
+};
+
+// amax: the largest magnitude that is not NaN (NaN if all are). finite: there is neither NaN nor infinity among x.
+// random: the 16 bytes of the block's draw, for kStochastic.
+template <typename Token, bool kStochastic>
+__device__ __forceinline__ uint2 encode_nvfp4_block(const Block16<Token>& x, float amax, bool finite,
+                                                    const SecondLevel& second, const uint32_t* random,
+                                                    uint32_t* scale_code) {
+  const uint32_t b = fast_float_to_e4m3(fminf(mul_rn(amax, second.sixth), kFloatMax), second.round_up);
+  const float multiplier =
+      b == 0 ? kFloatMax : mul_rn(reciprocal_of_e4m3(fast_e4m3_to_float(b)), second.inverse);
+  *scale_code = b;
+  float v[16];
+#if defined(NVTE_EP_HARDWARE_E2M1)
+  constexpr bool kAnyInput = !kStochastic;
+#else
+  constexpr bool kAnyInput = false;
+#endif
+  // Outside: NaN and infinity; elements whose block scale came out 0 or was cut off at 448.
+  if (kAnyInput || (finite && mul_rn(amax, multiplier) < 7.0f)) {
+    if constexpr (!kAnyInput && !kStochastic && std::is_same_v<Token, Bf16Token>) {
+      const float nudged = nudged_multiplier(multiplier, b);
+      return make_uint2(encode_bf16_e2m1x8(x.word, nudged), encode_bf16_e2m1x8(x.word + 4, nudged));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) v[i] = x.value(i);
+      if constexpr (!kStochastic) {
+        return make_uint2(encode_e2m1x8(v, multiplier), encode_e2m1x8(v + 8, multiplier));
+      } else if constexpr (Token::kBytes == 2) {
+        return make_uint2(encode_e2m1x8_stochastic(v, multiplier, random),
+                          encode_e2m1x8_stochastic(v + 8, multiplier, random + 2));
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 16; ++i) v[i] = x.value(i);
+  return make_uint2(encode_e2m1x8_any(v, multiplier, kStochastic ? random : nullptr),
+                    encode_e2m1x8_any(v + 8, multiplier, kStochastic ? random + 2 : nullptr));
+}
+
+}  // namespace nvte_ep::device
+
+#endif  // NVTE_EP_DEVICE_NVFP4_BLOCK_CUH_

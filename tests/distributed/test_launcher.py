@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launchers, with functions that know nothing of the library."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed import plain_bodies as bodies
+from distributed.launcher import (
+    FileStore,
+    MemoryStore,
+    Rank,
+    RankDied,
+    RanksHung,
+    run_processes,
+    run_threads,
+    write_whole,
+)
+
+Launcher = Callable[..., list[Any]]
+
+
+@pytest.fixture(params=[run_threads, run_processes], ids=["threads", "processes"])
+def launch(request: pytest.FixtureRequest) -> Launcher:
+    launcher: Launcher = request.param
+    return launcher
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_results_come_in_rank_order(launch: Launcher, size: int) -> None:
+    everybody = [10 * rank for rank in range(size)]
+    assert launch(size, bodies.describe, 10) == [(rank, size, everybody) for rank in range(size)]
+
+
+def test_rank_0_tells_everybody(launch: Launcher) -> None:
+    told = launch(3, bodies.agree)
+    assert told[0] == told[1] == told[2]
+    assert told[0][:16] != told[0][16:], "two broadcasts are two values"
+
+
+def test_the_failing_rank_is_raised_and_its_log_shown(
+    launch: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="rank 1 has had enough"):
+        launch(3, bodies.fail_at, 1)
+    assert time.monotonic() - start < 20, "the others were to end at once"
+    shown = capsys.readouterr().err
+    assert "log of rank 1 of 3" in shown and "this is rank 1" in shown and "fail_at" in shown
+    assert "this is rank 0" not in shown
+
+
+def test_the_cause_is_raised_and_not_its_consequence(launch: Launcher) -> None:
+    with pytest.raises(ArithmeticError, match="the cause"):
+        launch(2, bodies.fail_after_consequence)
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack(launch: Launcher) -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksHung) as caught:
+        launch(3, bodies.hang_at, 2, timeout=1.5)
+    assert time.monotonic() - start < 20
+    text = str(caught.value)
+    assert "ranks [2] of 3" in text and "wait_for_godot" in text
+
+
+def test_processes_are_killed_when_one_fails() -> None:
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="early"):
+        run_processes(2, bodies.sleep_unless_first)
+    assert time.monotonic() - start < 20
+
+
+def test_what_a_rank_has_started_ends_with_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="left a child"):
+        run_processes(1, bodies.start_child_and_fail, str(tmp_path))
+    last = (tmp_path / "beat-0").read_text()
+    time.sleep(0.2)
+    assert (tmp_path / "beat-0").read_text() == last
+
+
+def test_a_process_that_dies_is_reported_with_its_signal_and_log(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankDied, match="rank 1 ended with signal SIGKILL"):
+        run_processes(2, bodies.die_at, 1)
+    assert "about to go" in capsys.readouterr().err
+
+
+def test_each_process_has_its_environment() -> None:
+    devices = run_processes(
+        2, bodies.environment_of, "DEVICE_OF_RANK", environment=lambda rank: {"DEVICE_OF_RANK": str(7 - rank)}
+    )
+    assert devices == ["7", "6"]
+
+
+@pytest.mark.parametrize("body", [bodies.raise_unpicklable, bodies.return_unpicklable])
+def test_what_cannot_be_pickled_is_still_reported(body: Callable[..., Any]) -> None:
+    with pytest.raises(RuntimeError, match="does not survive pickling"):
+        run_processes(1, body)
+
+
+def test_threads_that_wait_elsewhere_are_woken_by_their_hook() -> None:
+    """As a rank that waits inside the library is, by an abort of its group."""
+    woken = threading.Event()
+
+    def body(rank: Rank) -> None:
+        if rank.index == 0:
+            rank.gather(None)  # the other has set up its hook
+            raise ValueError("rank 0 fails")
+        rank.on_failure(woken.set)
+        rank.gather(None)
+        assert woken.wait(30)
+
+    with pytest.raises(ValueError, match="rank 0 fails"):
+        run_threads(2, body)
+    assert woken.is_set()
+
+
+def test_stores_time_out(tmp_path: Path) -> None:
+    for store in (MemoryStore(), FileStore(tmp_path)):
+        with pytest.raises(TimeoutError, match="never"):
+            store.get("never", 0.05)
+        store.put("now", b"value")
+        assert store.get("now", 0.05) == b"value"
+
+
+def test_a_file_is_never_seen_half_written(tmp_path: Path) -> None:
+    path = tmp_path / "value"
+    values = [bytes([i]) * 200_000 for i in range(64)]
+    write_whole(path, values[0])
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            for value in values:
+                write_whole(path, value)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        seen = [path.read_bytes() for _ in range(200)]
+    finally:
+        stop.set()
+        writer.join()
+    assert all(len(value) == 200_000 and len(set(value)) == 1 for value in seen)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["value"], "no temporary file stays"

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every status is an exception of its own, that is also the built-in one which fits, with the library's
+text."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+
+import numpy as np
+import nvte_ep
+import pytest
+from nvte_ep import _lib
+from nvte_ep.errors import Status, exception
+
+BUILT_IN = {
+    Status.INVALID_ARGUMENT: (nvte_ep.InvalidArgumentError, ValueError),
+    Status.UNSUPPORTED: (nvte_ep.UnsupportedError, NotImplementedError),
+    Status.BAD_STATE: (nvte_ep.BadStateError, RuntimeError),
+    Status.OUT_OF_MEMORY: (nvte_ep.OutOfMemoryError, MemoryError),
+    Status.CUDA: (nvte_ep.CudaError, RuntimeError),
+    Status.TRANSPORT: (nvte_ep.TransportError, RuntimeError),
+    Status.PEER_FAILED: (nvte_ep.PeerFailedError, ConnectionError),
+    Status.TIMEOUT: (nvte_ep.PeerTimeoutError, TimeoutError),
+    Status.OVERFLOW: (nvte_ep.RecvOverflowError, RuntimeError),
+    Status.ABI_MISMATCH: (nvte_ep.AbiMismatchError, RuntimeError),
+    Status.INTERNAL: (nvte_ep.InternalError, RuntimeError),
+}
+
+
+def test_every_status_has_a_class() -> None:
+    assert set(BUILT_IN) == set(Status) - {Status.OK}
+
+
+@pytest.mark.parametrize("status", list(BUILT_IN), ids=lambda status: status.name)
+def test_class_of_a_status(status: Status) -> None:
+    ours, built_in = BUILT_IN[status]
+    error = exception(status, "function: argument: expected this, got that")
+    assert type(error) is ours
+    assert isinstance(error, built_in)
+    assert isinstance(error, nvte_ep.NvteEpError)
+    assert error.status is status
+    assert error.text == str(error) == "function: argument: expected this, got that"
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is ours
+    assert (again.status, again.text) == (error.status, error.text)
+
+
+def test_names_of_statuses() -> None:
+    for status in Status:
+        assert _lib.status_name(status) == status.name
+    assert _lib.status_name(4711) == "UNKNOWN"
+
+
+def test_a_status_of_a_newer_library() -> None:
+    error = exception(99, "new")
+    assert type(error) is nvte_ep.NvteEpError
+    assert error.status == 99
+    assert pickle.loads(pickle.dumps(error)).status == 99
+
+
+def test_library_not_found_is_an_import_error() -> None:
+    error = nvte_ep.LibraryNotFoundError(Status.UNSUPPORTED, "text")
+    assert isinstance(error, (ImportError, NotImplementedError))
+    assert str(error) == "text"
+
+
+def group(comm: nvte_ep.Communicator, **settings: object) -> nvte_ep.Group:
+    defaults = {"num_experts": 4, "hidden": 32, "max_tokens_per_rank": 8, "recv_capacity": 32}
+    return nvte_ep.Group(comm, **(defaults | settings))
+
+
+def test_invalid_argument() -> None:
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"nvte_ep_nvfp4_pack: .*tokens") as caught:
+        nvte_ep.nvfp4_pack(np.zeros((2, 32), np.int32))
+    assert caught.value.status == Status.INVALID_ARGUMENT
+    with pytest.raises(ValueError, match=r"hidden"):
+        nvte_ep.row_bytes("nvfp4", 17)
+
+
+def test_unsupported() -> None:
+    with group(nvte_ep.Communicator.threads(1)[0]) as one:
+        with pytest.raises(nvte_ep.UnsupportedError, match=r"combine") as caught:
+            one.handle(top_k=2, alignment=1, combine="nvfp4")
+        assert caught.value.status == Status.UNSUPPORTED
+
+
+def test_bad_state() -> None:
+    one = group(nvte_ep.Communicator.threads(1)[0])
+    handle = one.handle(top_k=2, alignment=1)
+    with pytest.raises(nvte_ep.BadStateError, match=r"prepare") as caught:
+        handle.dispatch(np.zeros((2, 32), np.float32), receive="decoded")
+    assert caught.value.status == Status.BAD_STATE
+    one.close()
+    with pytest.raises(nvte_ep.BadStateError):
+        handle.prepare([[0, 1]])
+    with pytest.raises(nvte_ep.BadStateError, match=r"closed"):
+        one.poll_error()
+
+
+def test_timeout_of_a_missing_peer() -> None:
+    comm = nvte_ep.Communicator.threads(2)[0]
+    begin = time.monotonic()
+    with pytest.raises(nvte_ep.PeerTimeoutError, match=r"rank") as caught:
+        group(comm, timeout_ns=100_000_000)
+    assert caught.value.status == Status.TIMEOUT
+    assert 0.05 < time.monotonic() - begin < 5
+
+
+def test_peer_failed_and_poll_error() -> None:
+    comms = nvte_ep.Communicator.threads(2)
+    groups: list[nvte_ep.Group | None] = [None, None]
+
+    def create(rank: int) -> None:
+        groups[rank] = group(comms[rank])
+
+    threads = [threading.Thread(target=create, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = groups
+    assert first is not None
+    assert second is not None
+    handle = second.handle(top_k=1, alignment=1)
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            handle.prepare([[0]])
+        except nvte_ep.NvteEpError as error:
+            caught.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.05)
+    first.abort()
+    waiting.join(20)
+    assert len(caught) == 1
+    assert isinstance(caught[0], nvte_ep.PeerFailedError)
+    assert "rank 0" in str(caught[0])
+    error = second.poll_error()
+    assert error is not None
+    assert (error.status, error.rank) == (Status.PEER_FAILED, 0)
+    with pytest.raises(ConnectionError, match=r"rank 0"):
+        second.check()
+    first.close()
+    second.close()
+
+
+def test_overflow_and_poll_error() -> None:
+    with group(nvte_ep.Communicator.threads(1)[0], recv_capacity=2) as one:
+        handle = one.handle(top_k=1, alignment=1)
+        assert one.poll_error() is None
+        routing = handle.prepare([[0], [1], [2], [3], [3]])
+        assert routing.dropped_rows.tolist() == [3]
+        error = one.poll_error()
+        assert error is not None
+        assert error.status is Status.OVERFLOW
+        assert error.handle is handle
+        assert (error.count, error.needed_rows) == (3, 5)
+        assert one.poll_error() is None
+        handle.prepare([[0], [1], [2]])
+        with pytest.raises(nvte_ep.RecvOverflowError, match=r"recv_capacity needed 3"):
+            one.check()
+        one.check()
+
+
+def test_findings_about_indices() -> None:
+    with group(nvte_ep.Communicator.threads(1)[0]) as one:
+        handle = one.handle(top_k=2, alignment=1)
+        handle.prepare([[0, 4], [1, 1]])
+        with pytest.raises(nvte_ep.InvalidArgumentError, match=r"count 2"):
+            one.check()
+
+
+def test_text_survives_a_finalizer() -> None:
+    """The collector may destroy an object between a failed call and the reading of its text."""
+    (comm,) = nvte_ep.Communicator.threads(1)
+    assert _lib.library().nvte_ep_row_bytes(2, 17, None) == Status.INVALID_ARGUMENT
+    del comm
+    assert _lib.library().nvte_ep_last_error() == b""  # the finalizer's call succeeded
+    assert "nvte_ep_row_bytes" in _lib.last_error()
+    assert _lib.last_error() == ""
