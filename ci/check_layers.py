@@ -5,6 +5,7 @@
     api        -> core, include, the registries, formats/format_table.h
     core       -> include, formats/format_table.h
     formats    -> include (the numbers of the formats)
+    device     -> core, formats
     backends   -> core, formats, device, include
     transports -> core, include; the device transport peer also formats and device
     python     -> include only, through ctypes; frameworks in torch.py and jax.py alone
@@ -27,7 +28,7 @@ PUBLIC_HEADER = "nvte_ep/nvte_ep.h"
 MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "include": (),
     "formats": (PUBLIC_HEADER,),  # the numbers of the formats
-    "device": ("formats/",),
+    "device": ("core/", "formats/"),
     "core": (PUBLIC_HEADER, "formats/format_table.h"),
     # api joins the two sides, and lists what there is; the arithmetic is none of its business.
     "api": (PUBLIC_HEADER, "core/", "backends/registry.h", "transports/registry.h", "formats/format_table.h"),

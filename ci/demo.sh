@@ -9,7 +9,7 @@ venv_with "$VENV" cmake ninja numpy ml_dtypes
 
 log="$(mktemp)"
 trap 'rm -f "$log"' EXIT
-build_library "$BUILD_DIR" -DNVTE_EP_BUILD_TESTS=OFF >"$log" 2>&1 || {
+build_library "$BUILD_DIR" -DNVTE_EP_BUILD_TESTS=OFF -DNVTE_EP_CUDA="$(cuda_here)" >"$log" 2>&1 || {
   cat "$log" >&2
   die "the build failed"
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds the library and runs every test that needs no GPU. On a bare machine it sets up what it needs.
+# Builds the library and runs every test that this machine can run. On a bare machine it sets up what it needs.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 usage() {
@@ -9,7 +9,7 @@ usage: ci/test.sh [--frameworks] [--sanitize] [--mutations] [-- PYTEST_ARGUMENT.
   --frameworks  with PyTorch (CPU) and JAX: then none of their tests may be skipped
   --sanitize    the C and C++ tests once more under AddressSanitizer + UBSan, and under ThreadSanitizer
   --mutations   shows that the suites catch single wrong constants and operators (ci/mutation.py)
-Environment: NVTE_EP_VENV (.venv-test), NVTE_EP_BUILD_DIR (build), NVTE_EP_CUDA (AUTO, ON, OFF)
+Environment: NVTE_EP_VENV (.venv-test), NVTE_EP_BUILD_DIR (build), NVTE_EP_CUDA (AUTO where there is a GPU, else OFF)
 TEXT
 }
 
@@ -56,7 +56,7 @@ run_ctest() {
 launcher=()
 
 say "build"
-build_library "$BUILD_DIR" -DNVTE_EP_BUILD_TESTS=ON -DNVTE_EP_CUDA="${NVTE_EP_CUDA:-AUTO}"
+build_library "$BUILD_DIR" -DNVTE_EP_BUILD_TESTS=ON -DNVTE_EP_CUDA="$(cuda_here)"
 
 say "C and C++ tests"
 run_ctest plain "$BUILD_DIR"

@@ -32,6 +32,10 @@ struct Step {
       return invalid_argument(name, ": expected memory from nvte_ep_mem_alloc (the group has zero_copy), got ", data);
     });
   }
+  Status check_symmetric(const char* name, const TensorView& matrix) const {
+    const int64_t elements = matrix.rows() == 0 ? 0 : (matrix.rows() - 1) * matrix.stride + matrix.columns();
+    return check_symmetric(name, matrix.data, elements * dtype_bytes(matrix.dtype));
+  }
 };
 
 Status find_step(nvte_ep_handle_t handle, nvte_ep_stream_t stream, Step* step) {
@@ -160,7 +164,7 @@ Status read_destination(const Step& step, const nvte_ep_dispatch_args_t& a, int3
   } else {
     NVTE_EP_TRY(step.read(a.received, {"received", kTokenDTypes, 2, slots, step.hidden, 0, true}, &call->received));
   }
-  return step.check_symmetric("received", call->received.data, call->received.size());
+  return step.check_symmetric("received", call->received);
 }
 
 Status read_dispatch(const Step& step, const nvte_ep_dispatch_args_t* args, bool backward, DispatchCall* call) {
@@ -233,7 +237,7 @@ Status combine(const Step& step, const nvte_ep_combine_args_t* args, nvte_ep_str
   NVTE_EP_TRY(step.read(a.result, {"result", {call.slots.dtype}, 2, routing.tokens, step.hidden}, &call.result));
   NVTE_EP_TRY(step.read_optional(a.slot_weights, {"slot_weights", {DType::kFloat32}, 1, routing.slots, -1, 0, true},
                                  &weights));
-  NVTE_EP_TRY(step.check_symmetric("expert_out", call.slots.data, call.slots.size() * dtype_bytes(call.slots.dtype)));
+  NVTE_EP_TRY(step.check_symmetric("expert_out", call.slots));
   call.slot_weights = static_cast<const float*>(weights.data);
   call.format = step.handle->settings().combine;
   call.accumulate = a.accumulate != 0;
@@ -260,8 +264,7 @@ Status dispatch_backward(const Step& step, const nvte_ep_dispatch_backward_args_
   NVTE_EP_TRY(step.read_optional(
       a.grad_topk_weights,
       {"grad_topk_weights", {DType::kFloat32}, 2, routing.tokens, step.handle->settings().top_k}, &call.scalars));
-  NVTE_EP_TRY(
-      step.check_symmetric("grad_received", call.slots.data, call.slots.size() * dtype_bytes(call.slots.dtype)));
+  NVTE_EP_TRY(step.check_symmetric("grad_received", call.slots));
   call.slot_scalars = static_cast<const float*>(scalars.data);
   call.wants_scalars = a.grad_topk_weights != nullptr && routing.tokens > 0;
   call.format = step.handle->settings().dispatch_backward;

@@ -83,6 +83,7 @@ void Group::forget_handle(const void* public_handle) {
 
 Status Handle::create(std::shared_ptr<Group> group, const HandleSettings& settings, std::shared_ptr<Handle>* handle) {
   const GroupSettings& g = group->settings();
+  NVTE_EP_TRY(group->check_open());
   if (settings.top_k < 1 || settings.top_k > g.max_top_k) {
     return invalid_argument("config.top_k: expected 1 to ", g.max_top_k, " (max_top_k of the group), got ",
                             settings.top_k);

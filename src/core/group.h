@@ -47,8 +47,9 @@ class Group {
     if (!transport_) return bad_state("the group has been destroyed");
     return function(*transport_);
   }
+  // OK while the group can work: neither destroyed nor ended by a failure.
   Status check_open() {
-    return with_transport([](GroupTransport&) { return Status(); });
+    return with_transport([](GroupTransport& transport) { return transport.failure(); });
   }
   void close();
 

@@ -131,6 +131,8 @@ class GroupTransport {
   // True where [pointer, pointer + bytes) lies in memory from mem_alloc.
   virtual bool is_symmetric(const void* pointer, int64_t bytes) const = 0;
   virtual Finding poll() = 0;
+  // What ended the group for ever, or OK. Any thread.
+  virtual Status failure() const { return Status(); }
   virtual void abort() = 0;
   // The group ends for this rank.
   virtual void close() = 0;

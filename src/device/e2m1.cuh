@@ -158,12 +158,9 @@ __device__ __forceinline__ void decode_e2m1x8_bf16(uint32_t codes, uint32_t unit
   }
 }
 
-// E4M3 bytes of value * 2^-6 of the codes in the low (elements 0, 2, 4, 6) and high (1, 3, 5, 7) nibbles.
+// E4M3 bytes of value * 2^-6 of the codes in the low nibbles.
 __device__ __forceinline__ uint32_t e2m1_low_to_e4m3(uint32_t codes) {
   return ((codes << 4) & 0x80808080u) | ((codes << 2) & 0x1C1C1C1Cu);
-}
-__device__ __forceinline__ uint32_t e2m1_high_to_e4m3(uint32_t codes) {
-  return (codes & 0x80808080u) | ((codes >> 2) & 0x1C1C1C1Cu);
 }
 
 }  // namespace nvte_ep::device

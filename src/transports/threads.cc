@@ -416,6 +416,11 @@ class ThreadGroup : public GroupTransport {
     return finding;
   }
 
+  Status failure() const override {
+    int32_t rank = -1;
+    return member_->rendezvous->failure(&rank);
+  }
+
   void abort() override { member_->rendezvous->abort(member_->rank); }
 
   void close() override {

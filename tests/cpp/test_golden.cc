@@ -160,7 +160,7 @@ class Matrix {
       std::memcpy(all.data() + in_all, compact.data() + in_compact, n);
     });
     if (place_ == Place::kHost) {
-      std::memcpy(buffer_.data(), all.data(), all.size());
+      std::copy(all.begin(), all.end(), buffer_.data());
     } else {
 #if defined(NVTE_EP_WITH_CUDA)
       ASSERT_EQ(cudaMemcpy(buffer_.data(), all.data(), all.size(), cudaMemcpyHostToDevice), cudaSuccess);

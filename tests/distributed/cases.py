@@ -56,6 +56,8 @@ class Case:
     dispatch_backward: str = "bf16"
     combine_backward: str = "bf16"
     rounding: str = "nearest"  # of combine_backward
+    # The choices themselves, [rank][token][k], in place of a routing by name.
+    choices: tuple[tuple[tuple[int, ...], ...], ...] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -77,9 +79,11 @@ class Case:
 
     @cached_property
     def topk(self) -> list[Array]:
+        made = ROUTINGS[self.routing]
+        chosen = self.choices or [made(self, rank) for rank in range(self.ranks)]
+        shapes = [(count, self.top_k) for count in self.tokens_of]
         return [
-            ROUTINGS[self.routing](self, rank).reshape(count, self.top_k).astype(self.index)
-            for rank, count in enumerate(self.tokens_of)
+            np.array(choice, self.index).reshape(shape) for choice, shape in zip(chosen, shapes, strict=True)
         ]
 
     @cached_property

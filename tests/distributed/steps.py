@@ -107,9 +107,16 @@ def open_handle(group: Group, case: Case, **changes: Any) -> Handle:
     return group.handle(**(settings | changes))
 
 
-def read_routing(routing: Routing) -> dict[str, Array]:
-    names = [name for name in vars(routing) if name != "total" and getattr(routing, name) is not None]
-    return {name: np.array(getattr(routing, name)) for name in names}
+def guarded_routing(handle: Handle, case: Case, me: int) -> tuple[Routing, dict[str, Guarded]]:
+    """Room for everything that prepare tells; counts in the type of the indices."""
+    experts, slots = case.experts_per_rank, case.slots_of(me)
+    sizes = dict.fromkeys(("tokens_routed", "tokens_per_expert", "rows_per_expert"), experts)
+    sizes |= dict.fromkeys(("row_offsets", "scale_row_offsets"), experts + 1)
+    sizes |= dict.fromkeys(("total_rows", "dropped_rows"), 1)
+    buffers = {name: Guarded((size,), case.index) for name, size in sizes.items()}
+    buffers["slot_source"] = Guarded((slots,), np.int64)
+    buffers["slot_expert"] = Guarded((slots,), np.int32)
+    return Routing(**{name: buffer.inside for name, buffer in buffers.items()}), buffers
 
 
 def findings(group: Group) -> list[tuple[str, int, int]]:
@@ -129,8 +136,10 @@ def step_on(rank: Rank, handle: Handle, case: Case) -> Step:
     """All calls of one step, with guarded buffers of the caller."""
     me = rank.index
     rank.log(f"{case.name}: {case.tokens_of[me]} tokens")
-    routing = handle.prepare(case.topk[me])
-    step = Step(read_routing(routing), routing.total, findings(handle.group))
+    routing, buffers = guarded_routing(handle, case, me)
+    handle.prepare(case.topk[me], out=routing)
+    told = {name: buffer.check(name) for name, buffer in buffers.items()}
+    step = Step(told, routing.total, findings(handle.group))
     assert handle.slots == case.slots_of(me)
     _dispatch(step, handle, case, me)
     _combine(step, handle, case, me)

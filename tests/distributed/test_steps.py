@@ -7,28 +7,13 @@ A case is run once; each test looks at another part of what its ranks got.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
-import nvte_ep
 import pytest
-from numpy.typing import NDArray
 
-from distributed import model
-from distributed.cases import CASES, DTYPES, EAGER, Case
-from distributed.steps import (
-    RNG_STATE,
-    Guarded,
-    Step,
-    has_columnwise,
-    has_operand,
-    is_untouched,
-    row_bytes,
-    run_step,
-)
+from distributed import checks
+from distributed.cases import CASES, Case
+from distributed.steps import Step, run_step
 from distributed.transports import TRANSPORTS, Transport
-
-Array = NDArray[Any]
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS, ids=str)
@@ -49,202 +34,39 @@ def steps(transport: Transport, case: Case) -> Iterator[list[Step]]:
     yield transport.run(case.ranks, run_step, transport, case)
 
 
-# ---- what is expected -------------------------------------------------------------------------------------------
+def test_prepare(transport: Transport, case: Case, steps: list[Step]) -> None:
+    checks.check_prepare(transport, case, steps)
 
 
-def pack(format: str, tokens: Array, **options: Any) -> Array:
-    if format == "bf16":
-        rows = np.zeros((len(tokens), row_bytes("bf16", tokens.shape[1])), np.uint8)
-        rows[:, : 2 * tokens.shape[1]] = tokens.astype(DTYPES["bfloat16"]).view(np.uint8)
-        return rows
-    return np.array(getattr(nvte_ep, f"{format}_pack")(tokens, **options))
+def test_findings(transport: Transport, case: Case, steps: list[Step]) -> None:
+    checks.check_findings(transport, case, steps)
 
 
-def unpack(format: str, rows: Array, hidden: int, dtype: str) -> Array:
-    if format == "bf16":
-        return np.ascontiguousarray(rows[:, : 2 * hidden]).view(DTYPES["bfloat16"]).astype(DTYPES[dtype])
-    return np.array(getattr(nvte_ep, f"{format}_unpack")(rows, hidden, dtype=dtype))
+def test_dispatch(transport: Transport, case: Case, steps: list[Step]) -> None:
+    checks.check_dispatch(transport, case, steps)
 
 
-def direct_receive(
-    format: str, case: Case, rank: int, slots: int, rows: Array, options: dict[str, Any]
-) -> Array:
-    """The whole operand buffer that direct_receive makes of received rows, in a buffer like that of the step."""
-    columnwise = has_columnwise(format, case.alignment)
-    experts = case.experts_per_rank
-    layout = nvte_ep.operand_layout(
-        format, case.hidden, slots, experts, alignment=case.alignment, columnwise=columnwise
-    )
-    buffer = Guarded((layout.total_bytes,), np.uint8)
-    operand = nvte_ep.Operand(
-        format,
-        case.hidden,
-        slots,
-        experts,
-        alignment=case.alignment,
-        columnwise=columnwise,
-        buffer=buffer.inside,
-    )
-    receive = getattr(nvte_ep, f"{format}_direct_receive")
-    receive(rows, case.hidden, case.layouts[rank].rows_per_expert, out=operand, **options)
-    return buffer.check("operand")
-
-
-def check_received(
-    case: Case,
-    rank: int,
-    format: str,
-    got: dict[str, Array],
-    rows_of: list[Array],
-    operand_options: dict[str, Any],
-) -> None:
-    """All receive kinds of one direction, given the packed rows of every rank."""
-    layout = case.layouts[rank]
-    total = layout.total_rows
-    expected = model.dispatch(layout, rows_of)
-    np.testing.assert_array_equal(got["rows"][:total], expected, "rows")
-    assert is_untouched(got["rows"][total:])
-
-    decoded = unpack(format, expected, case.hidden, case.dtype)
-    assert got["decoded"][:total].tobytes() == decoded.tobytes(), "decoded"
-    assert is_untouched(got["decoded"][total:])
-
-    assert ("operand" in got) == has_operand(format, case.hidden)
-    if "operand" in got:
-        whole = direct_receive(format, case, rank, case.slots_of(rank), got["rows"], operand_options)
-        np.testing.assert_array_equal(got["operand"], whole, "operand")
-
-
-def check_sum(
-    transport: Transport, case: Case, rank: int, got: Array, slots: list[Array], wire: str, **options: Any
-) -> None:
-    where = case.where[rank]
-    expected = model.combine(where, slots, wire=wire, **options).astype(DTYPES[case.dtype])
-    if transport.exact_sums:
-        assert got.tobytes() == expected.tobytes()
-        return
-    magnitude = model.combine_magnitude(where, slots, options.get("slot_weights"))
-    np.testing.assert_array_less(
-        np.abs(got.astype(np.float64) - expected.astype(np.float64)), magnitude * 2.0**-8 + 1e-30
-    )
-
-
-# ---- the tests --------------------------------------------------------------------------------------------------
-
-
-def test_prepare(case: Case, steps: list[Step]) -> None:
-    for rank, (step, layout) in enumerate(zip(steps, case.layouts, strict=True)):
-        total = layout.total_rows
-        got = step.routing
-        for name in ("tokens_routed", "tokens_per_expert", "rows_per_expert", "row_offsets", "scale_row_offsets"):
-            np.testing.assert_array_equal(got[name], getattr(layout, name), f"{name} of rank {rank}")
-        assert got["total_rows"].tolist() == [total]
-        assert got["dropped_rows"].tolist() == [layout.dropped_rows]
-        np.testing.assert_array_equal(got["slot_source"][:total], layout.slot_source)
-        np.testing.assert_array_equal(got["slot_expert"][:total], layout.expert)
-        assert step.total == (total if case.capacity == EAGER else None)
-
-
-def test_findings(case: Case, steps: list[Step]) -> None:
-    for rank, (step, layout) in enumerate(zip(steps, case.layouts, strict=True)):
-        expected = []
-        _, faults = model.clean_choice(case.topk[rank], case.experts)
-        if faults:
-            expected.append(("INVALID_ARGUMENT", faults, 0))
-        if layout.dropped_rows and case.overflow == "error":
-            expected.append(("OVERFLOW", layout.dropped_rows, layout.needed_rows))
-        assert step.findings == expected, f"rank {rank}"
-
-
-def test_dispatch(case: Case, steps: list[Step]) -> None:
-    rows = [pack(case.dispatch, case.tokens_in(rank)) for rank in range(case.ranks)]
-    for rank, step in enumerate(steps):
-        check_received(case, rank, case.dispatch, step.sent, rows, {})
-
-
-def test_weights_travel_with_their_tokens(case: Case, steps: list[Step]) -> None:
-    weights = [case.weights_in(rank) for rank in range(case.ranks)]
-    for step, layout in zip(steps, case.layouts, strict=True):
-        assert step.sent_weights is not None
-        expected = model.dispatch_weights(layout, weights)
-        np.testing.assert_array_equal(step.sent_weights[: layout.total_rows], expected)
-        assert is_untouched(step.sent_weights[layout.total_rows :])
+def test_weights_travel_with_their_tokens(transport: Transport, case: Case, steps: list[Step]) -> None:
+    checks.check_weights(transport, case, steps)
 
 
 def test_combine(transport: Transport, case: Case, steps: list[Step]) -> None:
-    slots = [case.at_slots(rank, "expert_out") for rank in range(case.ranks)]
-    weights = [case.scalars_at_slots(rank, "slot_weights") for rank in range(case.ranks)]
-    for rank, step in enumerate(steps):
-        residual = case.values(rank, "residual", case.tokens_of[rank])
-        for name, options in {
-            "combine": {},
-            "combine_weighted": {"slot_weights": weights},
-            "combine_accumulated": {"slot_weights": weights, "add_to": residual},
-        }.items():
-            check_sum(transport, case, rank, step.results[name], slots, case.combine, **options)
+    checks.check_combine(transport, case, steps)
 
 
-def test_a_token_without_a_slot_combines_to_zero(case: Case, steps: list[Step]) -> None:
-    for where, step in zip(case.where, steps, strict=True):
-        nowhere = (where[:, :, 0] < 0).all(axis=1)
-        for name in ("combine", "combine_weighted", "dispatch_backward", "grad_topk_weights"):
-            assert not np.any(step.results[name][nowhere].view(np.uint8)), name
+def test_a_token_without_a_slot_combines_to_zero(
+    transport: Transport, case: Case, steps: list[Step]
+) -> None:
+    checks.check_tokens_without_slot(transport, case, steps)
 
 
 def test_dispatch_backward(transport: Transport, case: Case, steps: list[Step]) -> None:
-    grads = [case.at_slots(rank, "grad_received") for rank in range(case.ranks)]
-    weight_grads = [case.scalars_at_slots(rank, "grad_recv_weights") for rank in range(case.ranks)]
-    for rank, step in enumerate(steps):
-        check_sum(
-            transport, case, rank, step.results["dispatch_backward"], grads, case.dispatch_backward
-        )
-        expected = model.gather_slot_values(case.where[rank], weight_grads)
-        np.testing.assert_array_equal(step.results["grad_topk_weights"], expected)
+    checks.check_dispatch_backward(transport, case, steps)
 
 
-def stochastic_options(case: Case) -> dict[str, Any]:
-    stochastic = case.rounding == "stochastic"
-    return {"rounding": "stochastic", "rng_state": RNG_STATE} if stochastic else {}
+def test_combine_backward(transport: Transport, case: Case, steps: list[Step]) -> None:
+    checks.check_combine_backward(transport, case, steps)
 
 
-def packed_grads(case: Case) -> list[Array]:
-    """Ids of rows are rank * max_tokens_per_rank + token."""
-    options = stochastic_options(case)
-    return [
-        pack(
-            case.combine_backward,
-            case.grad_in(rank),
-            **({"row_id_base": rank * case.max_tokens, **options} if options else {}),
-        )
-        for rank in range(case.ranks)
-    ]
-
-
-def test_combine_backward(case: Case, steps: list[Step]) -> None:
-    rows = packed_grads(case)
-    for rank, step in enumerate(steps):
-        options = stochastic_options(case)
-        if options:
-            options["rank"] = rank
-        check_received(case, rank, case.combine_backward, step.grads, rows, options)
-
-
-def test_combine_backward_of_a_weighted_sum(case: Case, steps: list[Step]) -> None:
-    rows = packed_grads(case)
-    for rank, (step, layout) in enumerate(zip(steps, case.layouts, strict=True)):
-        total, filled = layout.total_rows, layout.filled
-        grads = unpack(case.combine_backward, model.dispatch(layout, rows), case.hidden, "float32")
-        weights = case.scalars_at_slots(rank, "slot_weights")
-        expected = np.zeros((total, case.hidden), np.float32)
-        expected[filled] = grads[filled] * weights[filled, None]
-        assert step.grads["weighted"][:total].tobytes() == expected.astype(DTYPES[case.dtype]).tobytes()
-        assert is_untouched(step.grads["weighted"][total:])
-
-        products = grads[filled].astype(np.float64) * case.at_slots(rank, "expert_out")[filled].astype(np.float64)
-        dots = np.zeros(total)
-        error = np.zeros(total)
-        dots[filled] = products.sum(axis=1)
-        error[filled] = np.abs(products).sum(axis=1) * case.hidden * 2.0**-24
-        got = step.grads["grad_slot_weights"]
-        assert (np.abs(got[:total] - dots) <= error).all()
-        assert is_untouched(got[total:])
+def test_combine_backward_of_a_weighted_sum(transport: Transport, case: Case, steps: list[Step]) -> None:
+    checks.check_combine_backward_of_a_weighted_sum(transport, case, steps)

@@ -285,7 +285,7 @@ def nvfp4_pack(out: Vectors, numbers: Numbers) -> None:
         for dtype in DTYPES:
             x = mixed_tokens(numbers, hidden, dtype)
             if hidden > 1000:
-                x = x[numbers.below(6) :: 6]
+                x = x[numbers.below(8) :: 8]
             name = f"nvfp4_pack_{dtype.name}_{hidden}"
             tokens = stored(dtype, x)
             nvfp4_case(out, name, tokens)
@@ -464,7 +464,7 @@ def mxfp8_pack(out: Vectors, numbers: Numbers) -> None:
         for dtype in DTYPES:
             x = mixed_tokens(numbers, hidden, dtype)
             if hidden > 1000:
-                x = x[numbers.below(8) :: 8]
+                x = x[numbers.below(10) :: 10]
             mxfp8_case(out, f"mxfp8_pack_{dtype.name}_{hidden}", stored(dtype, x))
     mxfp8_case(out, "mxfp8_thresholds", stored(FLOAT32, mxfp8_thresholds(numbers)))
 

@@ -13,18 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import nvte_ep
 import pytest
 from numpy.typing import NDArray
-
-import nvte_ep
 from nvte_ep import codecs
 from nvte_ep.commands import _checks, _expect, _numerics, _probe, _ranks, demo, doctor, main, plan
 from nvte_ep.commands._moe import Experts, Layer, make_gate, route
 from nvte_ep.commands._report import Progress, size, table
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
-SMALL = ["--tokens", "90", "--repeat", "1", "--ffn", "16", "--experts", "8", "--top-k", "2"]
-SUMS = 20  # dB: far below what any format gives here, far above what a wrong value leaves
+SMALL = ["--tokens", "90", "--repeat", "1", "--ffn", "4", "--experts", "8", "--top-k", "2"]
 
 
 def command_line(*arguments: str) -> str:
@@ -57,7 +55,8 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 def test_no_command_prints_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert all(name in capsys.readouterr().err for name in ("doctor", "demo", "plan"))
+    text = capsys.readouterr().err
+    assert all(name in text for name in ("doctor", "demo", "plan"))
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,9 +81,8 @@ def test_demo_on_its_own_data(run_python: RunPython) -> None:
     answer = json.loads(done.stdout)
     assert answer["ok"] is True
     assert answer["data"]["tokens"] == 2039
-    assert answer["layer"] | {"seed": 0, "ffn": 128} == {
-        "ranks": 4, "experts": 64, "top_k": 8, "ffn": 128, "alignment": 128, "seed": 0, "transport": "threads",
-    }  # fmt: skip
+    layer = answer["layer"]
+    assert (layer["ranks"], layer["experts"], layer["top_k"], layer["alignment"]) == (4, 64, 8, 128)
     assert answer["routing"]["slots"] == 2039 * 8
     formats = {entry["name"]: entry for entry in answer["formats"]}
     assert list(formats) == ["bf16", "mxfp8", "nvfp4", "nvfp4+sr"]
@@ -133,7 +131,7 @@ def test_demo_progress_goes_to_standard_error(capsys: pytest.CaptureFixture[str]
     json.loads(printed.out)
     last = printed.err.splitlines()[-1]
     assert last.startswith("[" + "#" * 24 + "]")
-    total = 1 + 4 * _ranks.num_steps(1)
+    total = 1 + sum(_ranks.num_steps(wire, 1) for wire in _ranks.wires())
     assert f"{total}/{total}" in last
 
 
@@ -148,13 +146,8 @@ def test_demo_formats(formats: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("alignment", [1, 16, 256])
 def test_demo_ranks_and_alignments(ranks: int, alignment: int, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--tokens", "61", "--repeat", "1", "--ffn", "16", "--experts", str(8 * ranks), "--top-k", "3"]
-    answer = document(
-        capsys, "demo", *arguments[:5], "--top-k", "3",
-        "--experts", str(ranks * (8 // ranks)), "--ranks", str(ranks), "--alignment", str(alignment),
-    ) if False else document(
-        capsys, "demo", *arguments, "--ranks", str(ranks), "--alignment", str(alignment)
-    )  # fmt: skip
+    small = ["--tokens", "61", "--repeat", "1", "--ffn", "4", "--experts", str(2 * ranks), "--top-k", "2"]
+    answer = document(capsys, "demo", *small, "--ranks", str(ranks), "--alignment", str(alignment))
     assert answer["ok"] is True
     columnwise = {e["name"]: "tokens_columnwise" in e["sqnr_db"] for e in answer["formats"]}
     least = {"bf16": 10**9, "mxfp8": 32, "nvfp4": 16, "nvfp4+sr": 16}
@@ -164,7 +157,7 @@ def test_demo_ranks_and_alignments(ranks: int, alignment: int, capsys: pytest.Ca
 
 
 def test_demo_more_ranks_than_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--tokens", "3", "--ranks", "8", "--experts", "8", "--top-k", "8", "--repeat", "1"]
+    arguments = ["--tokens", "3", "--ranks", "8", "--experts", "8", "--repeat", "1", "--ffn", "4"]
     assert document(capsys, "demo", *arguments)["ok"] is True
 
 
@@ -193,7 +186,7 @@ KINDS = ["float16", "float32", "float64", "bfloat16 as uint16", "bfloat16 as Num
 def test_demo_input(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "x.npy", activations(kind))
     arguments = ["--input", str(tmp_path / "x.npy"), "--experts", "8", "--top-k", "2", "--repeat", "1"]
-    answer = document(capsys, "demo", *arguments)
+    answer = document(capsys, "demo", *arguments, "--ffn", "4")
     assert answer["ok"] is True
     assert (answer["data"]["tokens"], answer["data"]["hidden"]) == (60, 96)
     exact = answer["formats"][0]["sqnr_db"]["tokens"]
@@ -206,7 +199,7 @@ def test_demo_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gate[3, 11], gate[4, 11] = 1, -1  # the outlier channel decides between two experts
     np.save(tmp_path / "g.npy", gate)
     files = ["--input", str(tmp_path / "x.npy"), "--gate", str(tmp_path / "g.npy")]
-    answer = document(capsys, "demo", *files, "--top-k", "1", "--ranks", "2", "--repeat", "1")
+    answer = document(capsys, "demo", *files, "--top-k", "1", "--ranks", "2", "--repeat", "1", "--ffn", "4")
     assert answer["layer"]["experts"] == 6
     assert answer["routing"]["tokens_per_expert"]["min"] == 0
     assert answer["routing"]["tokens_per_expert"]["max"] >= 30
@@ -246,9 +239,7 @@ def test_demo_refuses_input(
         (["--ffn", "1000000000"], "of memory and the machine has"),
     ],
 )
-def test_demo_refuses_arguments(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_refuses_arguments(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *arguments]) == 2
     assert words in capsys.readouterr().err
 
@@ -342,7 +333,10 @@ def corrupt_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
         (corrupt_local_unpack, "mxfp8, rank 2: combine_backward decoded float32 == unpack"),
         (corrupt_received("rows"), "bf16, rank 1: dispatch rows == pack: 1 of"),
         (corrupt_received("decoded"), "mxfp8, rank 3: dispatch decoded bfloat16 == unpack"),
-        (corrupt_received("operand"), "nvfp4+sr, rank 0: dispatch operand == direct_receive.columnwise_scales"),
+        (
+            corrupt_received("operand"),
+            "nvfp4+sr, rank 0: dispatch operand == direct_receive.columnwise_scales",
+        ),
         (corrupt_tail, "nvfp4, rank 0: combine_backward rows == pack"),
         (corrupt_routing, "bf16, rank 0: prepare.slot_source"),
         (corrupt_combine, "bf16, rank 0: combine == sum over k"),
@@ -464,7 +458,13 @@ def test_checks_see_type_shape_and_value() -> None:
     checks.close("far", np.float32([1.0]), np.float32([1.5]), np.array([0.4]))
     checks.close("NaN", np.float32([np.nan]), np.float32([1.5]), np.array([9.0]))
     assert checks.passed == 2
-    assert [line.split(": ")[1] for line in checks.failed] == ["zeros of two signs", "type", "shape", "far", "NaN"]
+    assert [line.split(": ")[1] for line in checks.failed] == [
+        "zeros of two signs",
+        "type",
+        "shape",
+        "far",
+        "NaN",
+    ]
 
 
 def numeric_gradient(f: Callable[[NDArray[Any]], float], x: NDArray[Any]) -> NDArray[Any]:
@@ -569,8 +569,14 @@ H200 = {"name": "NVIDIA H200", "compute_capability": "9.0", "memory_bytes": 150 
 @pytest.mark.parametrize(
     ("answer", "states"),
     [
-        ({"path": "libcuda.so.1", "cuda_version": "13.0", "devices": [H200]}, {"driver": "ok", "GPU 0": "ok"}),
-        ({"path": "libcuda.so.1", "cuda_version": "12.8", "devices": [H200]}, {"driver": "problem", "GPU 0": "ok"}),
+        (
+            {"path": "libcuda.so.1", "cuda_version": "13.0", "devices": [H200]},
+            {"driver": "ok", "GPU 0": "ok"},
+        ),
+        (
+            {"path": "libcuda.so.1", "cuda_version": "12.8", "devices": [H200]},
+            {"driver": "problem", "GPU 0": "ok"},
+        ),
         (
             {
                 "path": "libcuda.so.1",
@@ -611,7 +617,9 @@ class FakeDistribution:
 
 def test_doctor_says_who_pins_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = [
-        FakeDistribution("torch", "2.13.0", ['nvidia-nccl-cu13==2.28.9; platform_system == "Linux"', "sympy"]),
+        FakeDistribution(
+            "torch", "2.13.0", ['nvidia-nccl-cu13==2.28.9; platform_system == "Linux"', "sympy"]
+        ),
         FakeDistribution("nvte-ep", "0.1.0", ['nvidia-nccl-cu13; extra == "cu13"']),
         FakeDistribution("numpy", "2.0"),
     ]
@@ -620,7 +628,9 @@ def test_doctor_says_who_pins_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_sees_two_nccl_wheels_and_an_old_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "installed", lambda *names: (names[0], "2.28.9") if "nccl-cu" in names[0] else None)
+    monkeypatch.setattr(
+        doctor, "installed", lambda *names: (names[0], "2.28.9") if "nccl-cu" in names[0] else None
+    )
     found = {f.name: f for f in doctor.examine_nccl({"path": "/x/libnccl.so.2", "version": "2.28.9"})}
     assert found["NCCL wheels"].state == "problem"
     assert "2.30.7" in found["NCCL"].remedy
@@ -629,8 +639,8 @@ def test_doctor_sees_two_nccl_wheels_and_an_old_nccl(monkeypatch: pytest.MonkeyP
     assert [f.remedy for f in newer if f.name == "NCCL"] == [""]
 
 
-def test_probe_survives_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "error" in doctor.probe("nothing of this name")
+def test_a_probe_that_crashes_is_an_answer() -> None:
+    assert "ended without an answer" in doctor.probe("no such probe")["error"]
 
 
 @pytest.mark.parametrize(("number", "text"), [(22307, "2.23.7"), (23007, "2.30.7"), (2804, "2.8.4")])
@@ -689,9 +699,13 @@ def test_plan_against_simulated_routing(cluster: _expect.Cluster) -> None:
     assert cluster.slots == pytest.approx(found["slots"], rel=0.02)
 
 
-@pytest.mark.parametrize(("tokens", "ranks", "experts", "top_k"), [(2, 1, 3, 2), (1, 2, 4, 2), (2, 2, 4, 1), (3, 1, 2, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "experts", "top_k"), [(2, 1, 3, 2), (1, 2, 4, 2), (2, 2, 4, 1), (3, 1, 2, 2)]
+)
 @pytest.mark.parametrize("alignment", [1, 2, 4])
-def test_plan_worst_case_is_the_worst(tokens: int, ranks: int, experts: int, top_k: int, alignment: int) -> None:
+def test_plan_worst_case_is_the_worst(
+    tokens: int, ranks: int, experts: int, top_k: int, alignment: int
+) -> None:
     """Against every routing that there is."""
     cluster = _expect.Cluster(tokens, top_k, experts, ranks, ranks, alignment)
     choices = list(itertools.combinations(range(experts), top_k))
@@ -706,9 +720,8 @@ def test_plan_worst_case_is_the_worst(tokens: int, ranks: int, experts: int, top
 
 def test_plan_of_deepseek(capsys: pytest.CaptureFixture[str]) -> None:
     answer = document(capsys, "plan", "--model", "deepseek-v3", "--ranks", "8", "--tokens", "4096")
-    assert answer["layer"] | {"combine": "bf16"} == {
-        "hidden": 7168, "experts": 256, "top_k": 8, "layers": 58, "tokens": 4096, "alignment": 128, "combine": "bf16",
-    }  # fmt: skip
+    layer = answer["layer"]
+    assert (layer["hidden"], layer["experts"], layer["top_k"], layer["layers"]) == (7168, 256, 8, 58)
     assert answer["routing"]["ranks_per_token"] == pytest.approx(5.29, abs=0.01)
     assert answer["routing"]["remote_ranks_per_token"] == pytest.approx(4.63, abs=0.01)
     formats = {entry["name"]: entry for entry in answer["formats"]}
@@ -768,7 +781,7 @@ def test_plan_lists_its_models(capsys: pytest.CaptureFixture[str]) -> None:
         (["--hidden", "48"], "--hidden: mxfp8 needs a multiple of 32, got 48"),
         (["--top-k", "300"], "--top-k: at most 256"),
         (["--format", "fp3"], "--format: expected bf16, mxfp8, nvfp4, got fp3"),
-        (["--combine", "fp3"], "--combine: expected"),
+        (["--combine", "nvfp4"], "--combine: expected bf16, mxfp8, got nvfp4"),
         (["--domain", "3"], "--domain: must divide the 8 ranks"),
         (["--link-gbps", "nan"], "--link-gbps: expected more than 0"),
     ],
@@ -782,7 +795,14 @@ def test_plan_refuses(arguments: list[str], words: str, capsys: pytest.CaptureFi
 
 
 def test_sizes() -> None:
-    texts = {0: "0 B", 999: "999 B", 1000: "1 kB", 4370000: "4.37 MB", 999_499_999: "999 MB", 999_600_000: "1 GB"}
+    texts = {
+        0: "0 B",
+        999: "999 B",
+        1000: "1 kB",
+        4370000: "4.37 MB",
+        999_499_999: "999 MB",
+        999_600_000: "1 GB",
+    }
     assert {number: size(number) for number in texts} == texts
 
 

@@ -69,13 +69,13 @@ def swizzled_index(rows: int, columns: int) -> Ints:
 
 def inverse_hadamard(values: Floats) -> Floats:
     """[..., 16 n]: undoes the 16-point random Hadamard transform of every 16 values."""
-    n = np.arange(16)
-    parity = np.array([[bin(i & j).count("1") & 1 for j in n] for i in n])
-    matrix = np.where(parity == 1, -0.25, 0.25).astype(np.float32)
-    signs = np.where((HADAMARD_SIGNS >> n) & 1, -1, 1).astype(np.float32)
-    blocks = values.reshape(*values.shape[:-1], -1, 16)
-    restored: Floats = (blocks @ matrix) * signs  # orthonormal and symmetric: its own inverse
-    return restored.reshape(values.shape)
+    signs = np.where((HADAMARD_SIGNS >> np.arange(16)) & 1, -0.25, 0.25).astype(np.float32)
+    blocks = values
+    for stride in (1, 2, 4, 8):  # orthonormal and symmetric: the transform is its own inverse
+        pairs = blocks.reshape(-1, 2, stride)
+        a, b = pairs[:, 0], pairs[:, 1]
+        blocks = np.stack([a + b, a - b], axis=1)
+    return (blocks.reshape(-1, 16) * signs).reshape(values.shape)
 
 
 def _bytes_of(part: Any) -> Bytes:
@@ -166,7 +166,7 @@ class Error:
     def between(cls, reference: NDArray[Any], got: NDArray[Any]) -> Error:
         exact = np.asarray(reference, np.float64)
         difference = np.asarray(got, np.float64) - exact
-        return cls(float(np.vdot(exact, exact)), float(np.vdot(difference, difference)))
+        return cls(float(np.square(exact).sum()), float(np.square(difference).sum()))
 
     def __add__(self, other: Error) -> Error:
         return Error(self.signal + other.signal, self.noise + other.noise)

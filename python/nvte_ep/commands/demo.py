@@ -484,7 +484,7 @@ def _print_report(arguments: argparse.Namespace, data: Data, layer: Layer, repor
 def run(arguments: argparse.Namespace) -> int:
     chosen = _select(arguments)
     data, layer = _make_layer(arguments)
-    steps = 1 + len(chosen) * num_steps(arguments.repeat)
+    steps = 1 + sum(num_steps(wire, arguments.repeat) for wire in chosen)
     with Progress(steps, shown=True if arguments.progress else None) as progress:
         reports = run_layer(layer, chosen, seed=arguments.seed, repeat=arguments.repeat, progress=progress)
     if arguments.json:

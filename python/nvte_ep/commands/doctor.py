@@ -248,8 +248,11 @@ def examine_nccl(answer: dict[str, Any]) -> list[Finding]:
     loaded = _probe.loaded_file("libnccl.so")
     if loaded is not None:
         found.append(Finding("NCCL loaded", OK, loaded))
+    wheels = [here for here in (installed(name) for name in NCCL_WHEELS) if here is not None]
     if "error" in answer:
         remedy = "only for several processes on GPUs: pip install 'nvte-ep[cu13]' (or cu12, as the driver is)"
+        if wheels:
+            remedy = f"{wheels[0][0]} is installed but not found from here: pip install cuda-pathfinder"
         found.append(Finding("NCCL", ABSENT, answer["error"], remedy))
     else:
         version = answer.get("version", "unknown version")
@@ -258,7 +261,6 @@ def examine_nccl(answer: dict[str, Any]) -> list[Finding]:
             least = ".".join(map(str, MIN_NCCL_WINDOWS))
             remedy = f"symmetric windows and NCCL EP need {least} or newer: pip install -U of its wheel"
         found.append(Finding("NCCL", OK, f"{version}, {answer['path']} ({_origin(answer['path'])})", remedy))
-    wheels = [here for here in (installed(name) for name in NCCL_WHEELS) if here is not None]
     for name, version in wheels:
         found.append(Finding(name, OK, version))
     if len(wheels) > 1:

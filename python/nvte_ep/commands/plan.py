@@ -137,10 +137,11 @@ def _setting(arguments: argparse.Namespace) -> Setting:
         raise UsageError(f"--alignment: a power of two, got {arguments.alignment}")
     known = format_info()
     formats = list(known) if arguments.format is None else [f.strip() for f in arguments.format.split(",")]
-    for option, names in (("format", formats), ("combine", [arguments.combine])):
+    sums = [name for name, info in known.items() if info.token_scale_bytes == 0]  # what can carry them
+    for option, names, legal in (("format", formats, list(known)), ("combine", [arguments.combine], sums)):
         for name in names:
-            if name not in known:
-                raise UsageError(f"--{option}: expected {', '.join(known)}, got {name}")
+            if name not in legal:
+                raise UsageError(f"--{option}: expected {', '.join(legal)}, got {name}")
             multiple = max(known[name].hidden_multiple, known[name].operand_multiple)
             if hidden % multiple:
                 raise UsageError(f"--hidden: {name} needs a multiple of {multiple}, got {hidden}")

@@ -172,7 +172,7 @@ struct Chunk<Bf16, Token> {
 constexpr int kChunksInFlight = 4;
 
 template <typename Format, typename Token>
-__global__ void __launch_bounds__(kRowThreads) dequantize_rows(const DequantizeArguments a, const RowThreads threads) {
+__global__ void __launch_bounds__(kRowThreads, 4) dequantize_rows(const DequantizeArguments a, const RowThreads threads) {
   const int64_t count = rows_in_use(a.rows.rows, a.options);
   const TensorScale tensor_scale = read_tensor_scale(a.options);
   const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kRowThreads) dequantize_rows(const DequantizeA
 
 // The gradient of a weighted slot: a thread block a row. The dot product is summed in FP64, in the same order every time.
 template <typename Format, typename Token>
-__global__ void __launch_bounds__(kRowThreads) dequantize_weighted_rows(const DequantizeArguments a) {
+__global__ void __launch_bounds__(kRowThreads, 4) dequantize_weighted_rows(const DequantizeArguments a) {
   __shared__ double partial[kRowThreads / kWarp];
   const int64_t count = rows_in_use(a.rows.rows, a.options);
   const TensorScale tensor_scale = read_tensor_scale(a.options);

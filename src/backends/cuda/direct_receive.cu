@@ -38,7 +38,7 @@ __device__ __forceinline__ uint32_t cluster_max(uint32_t value, uint32_t* exchan
 
 // A cluster of thread blocks an expert. Reads the expert's token scales, publishes its second-level scales, and leaves the
 // exponents where the blocks of the next kernel look for them.
-__global__ void __launch_bounds__(kThreads) find_exponents(const ReceiveArguments a) {
+__global__ void __launch_bounds__(kThreads, 3) find_exponents(const ReceiveArguments a) {
   __shared__ uint32_t exchange[2][kMaxWarps];
   __shared__ uint32_t result[2];
   cg::cluster_group cluster = cg::this_cluster();
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads) find_exponents(const ReceiveArgument
 
 // A thread block a patch of 32 rows: payload is copied, scales are requantised (NVFP4) and put into tiles.
 template <typename Format>
-__global__ void __launch_bounds__(kThreads) receive_rows(const ReceiveArguments a) {
+__global__ void __launch_bounds__(kThreads, 3) receive_rows(const ReceiveArguments a) {
   constexpr bool kNvfp4 = std::is_same_v<Format, Nvfp4>;
   const int64_t tile = blockIdx.x / kPatchesPerTile;
   const int patch = static_cast<int>(blockIdx.x % kPatchesPerTile);

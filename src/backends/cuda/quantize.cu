@@ -199,12 +199,12 @@ __global__ void __launch_bounds__(kMaxThreads, 2) quantize_nvfp4_rows(const Quan
       parity ^= 1;
     }
     const RowScale scale(tensor_scale, largest, number);
-#pragma unroll
+#pragma unroll 1  // one block at a time: registers decide how many rows a multiprocessor works on
     for (int u = 0; u < kUnits; ++u) {
       const int64_t block = static_cast<int64_t>(unit_of(u)) * kWarp + lane_id();
       if (block < blocks) {
-        store_nvfp4_block<Token, kStochastic>(a, Unit<Token>::read(stage_place(stage, u)), row, block, block_largest[u],
-                                              scale, seed, offset);
+        store_nvfp4_block<Token, kStochastic>(a, Unit<Token>::read(stage_place(stage, u)), row, block,
+                                              u == 0 ? block_largest[0] : block_largest[1], scale, seed, offset);
       }
     }
     __syncwarp();  // the stage is read: the next fetch may fill it
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_nvfp4_wide_rows(const Qu
 
 // Two lanes share a block of 32 elements.
 template <typename Token>
-__global__ void __launch_bounds__(256) quantize_mxfp8_rows(const QuantizeArguments a, const RowThreads threads) {
+__global__ void __launch_bounds__(256, 4) quantize_mxfp8_rows(const QuantizeArguments a, const RowThreads threads) {
   const int64_t count = rows_in_use(a.rows.rows, a.options);
   const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
   const int first_chunk = static_cast<int>(threadIdx.x) % threads.threads_per_row;
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(256) quantize_mxfp8_rows(const QuantizeArgumen
 
 // Eight elements a thread; BF16 tokens keep their bytes, NaN payloads too.
 template <typename Token>
-__global__ void __launch_bounds__(256) quantize_bf16_rows(const QuantizeArguments a, const RowThreads threads) {
+__global__ void __launch_bounds__(256, 4) quantize_bf16_rows(const QuantizeArguments a, const RowThreads threads) {
   const int64_t count = rows_in_use(a.rows.rows, a.options);
   const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
   const int first_chunk = static_cast<int>(threadIdx.x) % threads.threads_per_row;
@@ -350,7 +350,7 @@ struct AssembleArguments {
 };
 
 // A thread block a row: payload, scales and tail by 16 bytes.
-__global__ void __launch_bounds__(256) assemble_rows(const AssembleArguments a) {
+__global__ void __launch_bounds__(256, 4) assemble_rows(const AssembleArguments a) {
   const int64_t count = rows_in_use(a.apart.rows, a.options);
   const TensorScale tensor_scale = read_tensor_scale(a.options);
   for (int64_t row = blockIdx.x; row < count; row += gridDim.x) {

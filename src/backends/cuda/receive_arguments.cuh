@@ -8,6 +8,7 @@
 #define NVTE_EP_BACKENDS_CUDA_RECEIVE_ARGUMENTS_CUH_
 
 #include "backends/cuda/launch.h"
+#include "device/e4m3.cuh"
 #include "device/scale_tiles.cuh"
 #include "device/slabs.cuh"
 #include "formats/nvfp4.h"

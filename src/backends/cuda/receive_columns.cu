@@ -170,8 +170,7 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_nvfp4(const Receive
 
   const int64_t group_begin = static_cast<int64_t>(group) * kGroupColumns;
   const int64_t group_end = group_begin + kGroupColumns < a.hidden ? group_begin + kGroupColumns : a.hidden;
-  const int64_t token_blocks = a.columnwise_scales != nullptr || a.columnwise_payload != nullptr
-                                   ? b.slab.rows / Nvfp4::kBlock : 0;
+  const int64_t token_blocks = b.slab.rows / Nvfp4::kBlock;
   // A lane has 16 tokens (one of 8 blocks) by 8 columns.
   const int block = lane_id() % 8;
   const int word = lane_id() / 8 + warp_id() * 4;
@@ -199,21 +198,12 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_nvfp4(const Receive
 
     const int64_t h = column + word * 8;
     const bool active = block * Nvfp4::kBlock < b.rows && h < a.hidden;
-    uint32_t scale_bytes[2] = {0, 0};  // of the 8 columns
+    uint8_t* my_scales = column_scales + word * 64 + block;  // 8 apart
     if (active) {
       uint32_t codes[16];
-      float unit[16];
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         codes[i] = *reinterpret_cast<const uint32_t*>(stage + Layout::row_place(block * 16 + i) + word * 4);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float4 u = *reinterpret_cast<const float4*>(units + word / 2 * kUnitStride + block * 20 + i * 4);
-        unit[4 * i] = u.x;
-        unit[4 * i + 1] = u.y;
-        unit[4 * i + 2] = u.z;
-        unit[4 * i + 3] = u.w;
       }
       const int64_t token_block = b.first_row / Nvfp4::kBlock + block;
       uint8_t* payload = a.columnwise_payload == nullptr
@@ -221,6 +211,15 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_nvfp4(const Receive
                              : a.columnwise_payload + b.slab.first_row * a.hidden / 2 + h * (b.slab.rows / 2) +
                                    (b.band * kBand / 2) + block * 8;
       const auto store_column = [&](int j, const float* value) {
+        float unit[16];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float4 u = *reinterpret_cast<const float4*>(units + word / 2 * kUnitStride + block * 20 + i * 4);
+          unit[4 * i] = u.x;
+          unit[4 * i + 1] = u.y;
+          unit[4 * i + 2] = u.z;
+          unit[4 * i + 3] = u.w;
+        }
         const Block16<Bf16Token> y = hadamard16_of_products(value, unit);
         const uint32_t largest = y.largest();
         uint2 out = make_uint2(0x77777777u, 0x77777777u);
@@ -235,14 +234,15 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_nvfp4(const Receive
           out = encode_nvfp4_block<Bf16Token, kStochastic>(y, bits_float(largest), true, second, random.word, &scale);
         }
         if (payload != nullptr) *reinterpret_cast<uint2*>(payload + j * (b.slab.rows / 2)) = out;
-        scale_bytes[j / 4] |= scale << (8 * (j % 4));
+        my_scales[j * 8] = static_cast<uint8_t>(scale);
       };
-#pragma unroll
+      // Two columns at a time, in a loop: unrolled eightfold it would not fit the instruction cache, nor the registers.
+#pragma unroll 1
       for (int odd = 0; odd < 2; ++odd) {
         uint32_t e4m3[16];
 #pragma unroll
-        for (int i = 0; i < 16; ++i) e4m3[i] = odd ? e2m1_high_to_e4m3(codes[i]) : e2m1_low_to_e4m3(codes[i]);
-#pragma unroll
+        for (int i = 0; i < 16; ++i) e4m3[i] = e2m1_low_to_e4m3(codes[i] >> (4 * odd));
+#pragma unroll 1
         for (int pair = 0; pair < 2; ++pair) {
           float lo[16], hi[16];
 #pragma unroll
@@ -256,17 +256,17 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_nvfp4(const Receive
         }
       }
     }
+    if (!active) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) my_scales[j * 8] = 0;
+    }
     if (a.columnwise_scales == nullptr) continue;
     if (a.linear) {
       if (!active) continue;
       uint8_t* to = a.column_scales<Nvfp4::kBlock>(b.slab) + h * token_blocks + b.band * 8 + block;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) to[j * token_blocks] = static_cast<uint8_t>(scale_bytes[j / 4] >> (8 * (j % 4)));
+      for (int j = 0; j < 8; ++j) to[j * token_blocks] = my_scales[j * 8];
       continue;
-    }
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      column_scales[(word * 8 + j) * 8 + block] = static_cast<uint8_t>(scale_bytes[j / 4] >> (8 * (j % 4)));
     }
     __syncthreads();
     // 2 x 128 columns, 2 x 4 token blocks: a thread takes 16 bytes of a tile.
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_nvfp4(const Receive
 // Scales of the 8 column blocks by 128 rows as FP32.
 constexpr int kFactorsBytes = kTileColumns / Mxfp8::kBlock * kBand * 4;
 
-__global__ void __launch_bounds__(kThreads) receive_tiles_mxfp8(const ReceiveArguments a) {
+__global__ void __launch_bounds__(kThreads, 2) receive_tiles_mxfp8(const ReceiveArguments a) {
   extern __shared__ __align__(128) uint8_t shared[];
   using Layout = Stage<Mxfp8>;
   float* factors = reinterpret_cast<float*>(shared + 2 * Layout::kBytes);
@@ -300,7 +300,6 @@ __global__ void __launch_bounds__(kThreads) receive_tiles_mxfp8(const ReceiveArg
   if (!find_band(a, blockIdx.x / a.column_groups, &b)) return;
   const int64_t group_begin = static_cast<int64_t>(group) * kGroupColumns;
   const int64_t group_end = group_begin + kGroupColumns < a.hidden ? group_begin + kGroupColumns : a.hidden;
-  const int64_t token_blocks = b.slab.rows / Mxfp8::kBlock;
   // A lane has 32 tokens (one of 4 blocks) by 4 columns.
   const int word = static_cast<int>(threadIdx.x) % 64;
   const int block = static_cast<int>(threadIdx.x) / 64;

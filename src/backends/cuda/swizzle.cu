@@ -21,7 +21,7 @@ struct SwizzleArguments {
 
 // A thread block a band of 128 rows; its warps share the band's patches.
 template <bool kInverse>
-__global__ void __launch_bounds__(kThreads) swizzle_scales(const SwizzleArguments a) {
+__global__ void __launch_bounds__(kThreads, 3) swizzle_scales(const SwizzleArguments a) {
   const Slab slab = find_slab_of_tile<kThreads>(a.counts, nullptr, blockIdx.x);
   if (slab.expert < 0) return;
   const int64_t tile_columns = (a.columns + 3) / 4;

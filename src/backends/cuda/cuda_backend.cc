@@ -1,0 +1,160 @@
+#include "backends/cuda/cuda_backend.h"
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <memory>
+#include <mutex>
+
+#include "backends/cuda/device_guard.h"
+#include "backends/cuda/launch_kernel.h"
+
+namespace nvte_ep {
+namespace {
+
+constexpr int kMinMajor = 9;  // what the kernels are compiled for: sm_90 and later
+
+Status describe_device(int device, LaunchContext* context) {
+  int count = 0;
+  NVTE_EP_TRY(cuda_status(cudaGetDeviceCount(&count), "cudaGetDeviceCount"));
+  if (device < 0 || device >= count || device >= kMaxDevices) {
+    return invalid_argument("device_id: expected 0 to ", std::min(count, kMaxDevices) - 1, ", got ", device);
+  }
+  int major = 0;
+  int minor = 0;
+  const struct {
+    cudaDeviceAttr attribute;
+    int* value;
+  } wanted[] = {{cudaDevAttrComputeCapabilityMajor, &major},
+                {cudaDevAttrComputeCapabilityMinor, &minor},
+                {cudaDevAttrMultiProcessorCount, &context->sms},
+                {cudaDevAttrMaxSharedMemoryPerMultiprocessor, &context->shared_bytes_per_sm},
+                {cudaDevAttrMaxSharedMemoryPerBlockOptin, &context->shared_bytes_per_block}};
+  for (const auto& w : wanted) {
+    NVTE_EP_TRY(cuda_status(cudaDeviceGetAttribute(w.value, w.attribute, device), "cudaDeviceGetAttribute"));
+  }
+  if (major < kMinMajor) {
+    return unsupported("CUDA device ", device, ": expected compute capability ", kMinMajor, ".0 or more, got ", major,
+                       ".", minor);
+  }
+  context->device = device;
+  return Status();
+}
+
+}  // namespace
+
+template <typename Function>
+Status CudaBackend::on_device(nvte_ep_stream_t stream, const Function& function) {
+  const DeviceGuard guard(device_.device);
+  NVTE_EP_TRY(cuda_status(guard.error(), "cudaSetDevice"));
+  LaunchContext context = device_;
+  context.stream = stream;
+  return function(context);
+}
+
+Status CudaBackend::quantize(int32_t format, const TensorView& tokens, const RowsView& rows,
+                             const CodecOptions& options, nvte_ep_stream_t stream) {
+  if (rows.rows == 0) return Status();
+  return on_device(stream, [&](const LaunchContext& c) { return launch_quantize(format, tokens, rows, options, c); });
+}
+
+Status CudaBackend::dequantize(int32_t format, const RowsView& rows, const TensorView& tokens,
+                               const CodecOptions& options, const RowWeighting& weighting, nvte_ep_stream_t stream) {
+  if (rows.rows == 0) return Status();
+  return on_device(stream, [&](const LaunchContext& c) {
+    return launch_dequantize(format, rows, tokens, options, weighting, c);
+  });
+}
+
+Status CudaBackend::assemble(int32_t format, const RowsView& apart, const RowsView& packed, const CodecOptions& options,
+                             nvte_ep_stream_t stream) {
+  if (apart.rows == 0) return Status();
+  return on_device(stream, [&](const LaunchContext& c) { return launch_assemble(format, apart, packed, options, c); });
+}
+
+Status CudaBackend::direct_receive(int32_t format, const RowsView& rows, const IndexView& rows_per_expert,
+                                   const OperandView& operand, const CodecOptions& options, nvte_ep_stream_t stream) {
+  return on_device(stream, [&](const LaunchContext& c) {
+    return launch_direct_receive(format, rows, rows_per_expert, operand, options, c);
+  });
+}
+
+Status CudaBackend::swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts,
+                            uint8_t* swizzled, bool inverse, nvte_ep_stream_t stream) {
+  return on_device(stream, [&](const LaunchContext& c) {
+    return launch_swizzle(scales, rows_per_expert, num_experts, swizzled, inverse, c);
+  });
+}
+
+Status CudaBackend::gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) {
+  if (gather.slots == 0) return Status();
+  return on_device(stream, [&](const LaunchContext& c) { return launch_gather_rows(gather, c); });
+}
+
+Status CudaBackend::reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) {
+  if (reduce.result.size() == 0) return Status();
+  return on_device(stream, [&](const LaunchContext& c) { return launch_reduce_rows(reduce, c); });
+}
+
+Status CudaBackend::gather_scalars(int32_t top_k, const SlotAddress* slots, const float* const* rank_values,
+                                   const TensorView& out, nvte_ep_stream_t stream) {
+  if (out.rows() == 0 || top_k == 0) return Status();
+  return on_device(stream,
+                   [&](const LaunchContext& c) { return launch_gather_scalars(top_k, slots, rank_values, out, c); });
+}
+
+Status CudaBackend::clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,
+                                  int64_t* faults, nvte_ep_stream_t stream) {
+  return on_device(stream, [&](const LaunchContext& c) {
+    return launch_clean_indices(topk_idx, num_experts, tokens, clean, faults, c);
+  });
+}
+
+int64_t CudaBackend::route_workspace_bytes(const Route& route) const { return route_workspace_size(route); }
+
+Status CudaBackend::route(const Route& route, nvte_ep_stream_t stream) {
+  return on_device(stream, [&](const LaunchContext& c) { return launch_route(route, c); });
+}
+
+Status CudaBackend::allocate(int64_t bytes, void** pointer) {
+  return on_device(nullptr, [&](const LaunchContext&) {
+    return cuda_status(cudaMalloc(pointer, static_cast<size_t>(std::max<int64_t>(bytes, 1))), "cudaMalloc");
+  });
+}
+
+void CudaBackend::release(void* pointer) {
+  const DeviceGuard guard(device_.device);
+  (void)cudaFree(pointer);
+}
+
+Availability probe_cuda() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();  // the probe's failure is not the caller's
+    return {"cuda", false, cudaGetErrorString(error)};
+  }
+  std::string reason = "no CUDA device";
+  for (int device = 0; device < count; ++device) {
+    LaunchContext context;
+    const Status status = describe_device(device, &context);
+    if (status.ok()) return {"cuda", true, ""};
+    reason = status.message();
+  }
+  return {"cuda", false, reason};
+}
+
+Status find_cuda_backend(int32_t device, Backend** backend) {
+  static std::mutex mutex;
+  static std::array<std::unique_ptr<CudaBackend>, kMaxDevices> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (device < 0 || device >= kMaxDevices || known[static_cast<size_t>(device)] == nullptr) {
+    LaunchContext context;
+    NVTE_EP_TRY(describe_device(device, &context));
+    known[static_cast<size_t>(device)] = std::make_unique<CudaBackend>(context);
+  }
+  *backend = known[static_cast<size_t>(device)].get();
+  return Status();
+}
+
+}  // namespace nvte_ep

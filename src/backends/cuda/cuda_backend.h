@@ -1,0 +1,53 @@
+// The CUDA backend: everything of core/backend.h on one device, with the host backend's bytes.
+#ifndef NVTE_EP_BACKENDS_CUDA_CUDA_BACKEND_H_
+#define NVTE_EP_BACKENDS_CUDA_CUDA_BACKEND_H_
+
+#include "backends/cuda/launch.h"
+#include "core/backend.h"
+
+namespace nvte_ep {
+
+// Calls enqueue one kernel (direct receive of NVFP4 two, route three) on the stream; they allocate nothing, wait for nothing, and can be
+// captured in a graph. Arrays of one entry per rank lie on the device, too. Any thread may call.
+class CudaBackend : public Backend {
+ public:
+  explicit CudaBackend(const LaunchContext& device) : device_(device) {}
+  const char* name() const override { return "cuda"; }
+
+  Status quantize(int32_t format, const TensorView& tokens, const RowsView& rows, const CodecOptions& options,
+                  nvte_ep_stream_t stream) override;
+  Status dequantize(int32_t format, const RowsView& rows, const TensorView& tokens, const CodecOptions& options,
+                    const RowWeighting& weighting, nvte_ep_stream_t stream) override;
+  Status assemble(int32_t format, const RowsView& apart, const RowsView& packed, const CodecOptions& options,
+                  nvte_ep_stream_t stream) override;
+  Status direct_receive(int32_t format, const RowsView& rows, const IndexView& rows_per_expert,
+                        const OperandView& operand, const CodecOptions& options, nvte_ep_stream_t stream) override;
+  Status swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts, uint8_t* swizzled,
+                 bool inverse, nvte_ep_stream_t stream) override;
+  Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) override;
+  Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) override;
+  Status gather_scalars(int32_t top_k, const SlotAddress* slots, const float* const* rank_values,
+                        const TensorView& out, nvte_ep_stream_t stream) override;
+  Status clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,
+                       int64_t* faults, nvte_ep_stream_t stream) override;
+  int64_t route_workspace_bytes(const Route& route) const override;
+  Status route(const Route& route, nvte_ep_stream_t stream) override;
+  Status allocate(int64_t bytes, void** pointer) override;
+  void release(void* pointer) override;
+
+ private:
+  // Calls function(context) while the backend's device is current; the caller's device is current again afterwards.
+  template <typename Function>
+  Status on_device(nvte_ep_stream_t stream, const Function& function);
+
+  LaunchContext device_;
+};
+
+// Whether this machine can run the backend: a driver, and a device of compute capability 9.0 or more.
+Availability probe_cuda();
+// The backend of a device; UNSUPPORTED with the reason where it cannot be.
+Status find_cuda_backend(int32_t device, Backend** backend);
+
+}  // namespace nvte_ep
+
+#endif  // NVTE_EP_BACKENDS_CUDA_CUDA_BACKEND_H_

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of ranks for test_failures.py: ranks that disagree, stall, leave or err."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import nvte_ep
+import pytest
+
+from distributed.cases import DTYPES, Case
+from distributed.launcher import Rank
+from distributed.steps import Step, findings, open_group, open_handle, step_on
+from distributed.transports import Transport
+from nvte_ep import (
+    BadStateError,
+    Group,
+    Handle,
+    InvalidArgumentError,
+    NvteEpError,
+    PeerFailedError,
+    PeerTimeoutError,
+    Status,
+)
+
+TIMEOUT_NS = 1_000_000_000
+# The rank must be named within twice the time-out; the rest is for machines that are busy.
+TIMEOUT_S = TIMEOUT_NS * 1e-9
+
+
+def every_call(handle: Handle, case: Case, me: int) -> dict[str, Any]:
+    """All per-step calls, by name."""
+    tokens = case.tokens_in(me)
+    slots = np.zeros((handle.slots, case.hidden), DTYPES["bfloat16"])
+    return {
+        "prepare": lambda: handle.prepare(case.topk[me]),
+        "dispatch": lambda: handle.dispatch(tokens, receive="rows"),
+        "combine": lambda: handle.combine(slots),
+        "dispatch_backward": lambda: handle.dispatch_backward(slots),
+        "combine_backward": lambda: handle.combine_backward(tokens, receive="rows"),
+    }
+
+
+def assert_dead(group: Group, handle: Handle, case: Case, me: int, status: Status, culprit: int) -> None:
+    """Every call returns at once with the failure, poll_error keeps naming it, destroy works."""
+    for _ in range(2):
+        error = group.poll_error()
+        assert error is not None and (error.status, error.rank) == (status, culprit)
+    start = time.monotonic()
+    for name, call in every_call(handle, case, me).items():
+        with pytest.raises((PeerTimeoutError, PeerFailedError), match=f"rank {culprit}") as caught:
+            call()
+        assert caught.value.status == status, name
+    with pytest.raises((PeerTimeoutError, PeerFailedError)):
+        open_handle(group, case)
+    assert time.monotonic() - start < TIMEOUT_S, "no call waits any more"
+    group.close()
+    with pytest.raises(BadStateError):
+        handle.prepare(case.topk[me])
+
+
+# ---- ranks that do not come -------------------------------------------------------------------------------------
+
+
+def one_stalls(rank: Rank, transport: Transport, case: Case, step: str, culprit: int) -> None:
+    """One rank stays away from a step for longer than the time-out: the others name it within twice of that,
+    and it learns when it comes."""
+    group = open_group(rank, transport, case, timeout_ns=TIMEOUT_NS)
+    handle = open_handle(group, case)
+    handle.prepare(case.topk[rank.index])
+    rank.barrier()
+    calls = every_call(handle, case, rank.index)
+    if rank.index == culprit:
+        rank.barrier()  # the others have given up
+    else:
+        start = time.monotonic()
+        with pytest.raises(PeerTimeoutError, match=f"rank {culprit}"):
+            calls[step]()
+        assert TIMEOUT_S * 0.9 < time.monotonic() - start < 2 * TIMEOUT_S
+        rank.barrier()
+    assert_dead(group, handle, case, rank.index, Status.TIMEOUT, culprit)
+
+
+def one_aborts(rank: Rank, transport: Transport, case: Case, culprit: int) -> None:
+    """Waits in flight end when a peer aborts, long before the time-out."""
+    group = open_group(rank, transport, case)
+    handle = open_handle(group, case)
+    handle.prepare(case.topk[rank.index])
+    rank.barrier()
+    start = time.monotonic()
+    if rank.index == culprit:
+        time.sleep(0.1)
+        group.abort()
+    else:
+        with pytest.raises(PeerFailedError, match=f"rank {culprit}"):
+            every_call(handle, case, rank.index)["combine"]()
+    assert time.monotonic() - start < 5
+    assert_dead(group, handle, case, rank.index, Status.PEER_FAILED, culprit)
+
+
+def one_leaves(rank: Rank, transport: Transport, case: Case, culprit: int) -> None:
+    """A rank that closes its group while the others wait for it in a call."""
+    group = open_group(rank, transport, case)
+    handle = open_handle(group, case)
+    handle.prepare(case.topk[rank.index])
+    rank.barrier()
+    if rank.index == culprit:
+        time.sleep(0.1)
+        group.close()
+        return
+    start = time.monotonic()
+    with pytest.raises(PeerFailedError, match=f"rank {culprit}"):
+        every_call(handle, case, rank.index)["dispatch"]()
+    assert time.monotonic() - start < 5
+    assert_dead(group, handle, case, rank.index, Status.PEER_FAILED, culprit)
+
+
+def one_never_creates(rank: Rank, transport: Transport, case: Case, culprit: int) -> None:
+    shared_id = rank.broadcast(lambda: nvte_ep.unique_id(transport.communicator))
+    comm = nvte_ep.Communicator(transport.communicator, rank.size, rank.index, shared_id)
+    settings: dict[str, Any] = {
+        "num_experts": case.experts,
+        "hidden": case.hidden,
+        "max_tokens_per_rank": case.max_tokens,
+    }
+    if rank.index == culprit:
+        rank.barrier()
+    else:
+        start = time.monotonic()
+        with pytest.raises(PeerTimeoutError, match=f"rank {culprit}"):
+            transport.another_group(rank, comm, timeout_ns=TIMEOUT_NS, **settings)
+        assert time.monotonic() - start < 2 * TIMEOUT_S
+        rank.barrier()
+    with pytest.raises(PeerTimeoutError) if rank.index == culprit else pytest.raises(NvteEpError):
+        transport.another_group(rank, comm, timeout_ns=TIMEOUT_NS, **settings)
+
+
+def aborted_by_another_thread(rank: Rank, transport: Transport, case: Case) -> None:
+    """poll_error and abort come from any thread, also while the group's own thread waits."""
+    group = open_group(rank, transport, case)
+    handle = open_handle(group, case)
+    handle.prepare(case.topk[rank.index])
+    rank.barrier()
+    if rank.index == 1:  # never calls
+        rank.barrier()
+    else:
+        polled = []
+
+        def watch() -> None:
+            time.sleep(0.1)
+            polled.append(group.poll_error())
+            group.abort()
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        with pytest.raises(PeerFailedError, match="rank 0"):
+            every_call(handle, case, 0)["dispatch"]()
+        watcher.join()
+        assert polled == [None]
+        rank.barrier()
+    assert_dead(group, handle, case, rank.index, Status.PEER_FAILED, 0)
+
+
+def late_but_in_time(rank: Rank, transport: Transport, case: Case) -> Step:
+    """A rank that is late for every call, but within the time-out, changes nothing."""
+    with open_group(rank, transport, case) as group, open_handle(group, case) as handle:
+        if rank.index == 1:
+            time.sleep(0.2)
+        step_on(rank, handle, case)
+        if rank.index == 0:
+            time.sleep(0.2)
+        return step_on(rank, handle, case)
+
+
+# ---- ranks that disagree ----------------------------------------------------------------------------------------
+
+GROUP_SETTINGS: dict[str, Any] = {
+    "num_experts": 12,
+    "hidden": 96,
+    "max_tokens_per_rank": 30,
+    "max_top_k": 3,
+    "recv_capacity": 512,
+    "overflow": "drop",
+    "zero_copy": True,
+}
+HANDLE_SETTINGS: dict[str, Any] = {
+    "top_k": 1,
+    "alignment": 32,
+    "dispatch": "nvfp4",
+    "combine": "mxfp8",
+    "dispatch_backward": "mxfp8",
+    "combine_backward": "mxfp8",
+}
+
+
+def disagree_on_group(rank: Rank, transport: Transport, case: Case, setting: str) -> None:
+    """The last rank has another value: nobody gets a group, everybody is told; then they agree."""
+    shared_id = rank.broadcast(lambda: nvte_ep.unique_id(transport.communicator))
+    comm = nvte_ep.Communicator(transport.communicator, rank.size, rank.index, shared_id)
+    settings: dict[str, Any] = {
+        "num_experts": case.experts,
+        "hidden": case.hidden,
+        "max_tokens_per_rank": case.max_tokens,
+        "max_top_k": case.top_k,
+        "recv_capacity": case.recv_capacity,
+    }
+    other = {setting: GROUP_SETTINGS[setting]} if rank.index == rank.size - 1 else {}
+    with pytest.raises(InvalidArgumentError, match=setting):
+        transport.another_group(rank, comm, **{**settings, **other})
+    with transport.another_group(rank, comm, **settings) as group, open_handle(group, case) as handle:
+        step_on(rank, handle, case)
+
+
+def disagree_on_handle(rank: Rank, transport: Transport, case: Case, setting: str) -> None:
+    with open_group(rank, transport, case) as group:
+        other = {setting: HANDLE_SETTINGS[setting]} if rank.index == rank.size - 1 else {}
+        handle = open_handle(group, case, **other)
+        topk = case.topk[rank.index][:, : handle.top_k].copy()
+        with pytest.raises(InvalidArgumentError, match=setting):
+            handle.prepare(topk)
+        with pytest.raises(BadStateError):
+            handle.dispatch(case.tokens_in(rank.index), receive="rows")
+        assert not findings(group)
+        step_on(rank, open_handle(group, case), case)
+
+
+def disagree_on_step(rank: Rank, transport: Transport, case: Case) -> None:
+    """Ranks in different calls: both are told, and the group goes on."""
+    with open_group(rank, transport, case) as group, open_handle(group, case) as handle:
+        handle.prepare(case.topk[rank.index])
+        calls = every_call(handle, case, rank.index)
+        names = list(calls)
+        for shift in range(1, len(names)):
+            name = names[shift if rank.index == 0 else 0]
+            with pytest.raises(InvalidArgumentError, match="same calls"):
+                calls[name]()
+            handle.prepare(case.topk[rank.index])
+        step_on(rank, handle, case)
+
+
+def disagree_on_handle_order(rank: Rank, transport: Transport, case: Case) -> None:
+    with open_group(rank, transport, case) as group:
+        handles = [open_handle(group, case) for _ in range(2)]
+        for handle in handles:
+            handle.prepare(case.topk[rank.index])
+        with pytest.raises(InvalidArgumentError, match="handle"):
+            handles[rank.index].dispatch(case.tokens_in(rank.index), receive="rows")
+        step_on(rank, handles[0], case)
+
+
+def disagree_on_place(rank: Rank, transport: Transport, case: Case) -> None:
+    """zero_copy: memory that is not symmetric, and unequal sizes and offsets."""
+    with open_group(rank, transport, case, zero_copy=True) as group, open_handle(group, case) as handle:
+        handle.prepare(case.topk[rank.index])
+        tokens = case.tokens_in(rank.index)
+        with pytest.raises(InvalidArgumentError, match="bytes"):
+            group.mem_alloc(4096 + rank.index)
+        size = handle.slots * case.hidden * 2
+        memory = group.mem_alloc(2 * size)
+        with pytest.raises(InvalidArgumentError, match="received"):
+            handle.dispatch(tokens, receive="decoded")  # memory of its own, refused before anybody waits
+        with pytest.raises(InvalidArgumentError, match="received"):  # its second half would lie outside
+            tail = memory[2 * size - size // 2 :].pointer
+            outside = nvte_ep.Array.borrow(tail, size, (1, 0), memory)
+            handle.dispatch(tokens, receive="decoded", out=outside.view("bfloat16").reshape(-1, case.hidden))
+        shifted = memory[256 * rank.index : 256 * rank.index + size].view("bfloat16").reshape(-1, case.hidden)
+        with pytest.raises(InvalidArgumentError, match="offset"):
+            handle.dispatch(tokens, receive="decoded", out=shifted)
+        slots = memory[:size].view("bfloat16").reshape(-1, case.hidden)
+        handle.dispatch(tokens, receive="decoded", out=slots)
+        expected = np.array(slots)
+        with pytest.raises(InvalidArgumentError, match="expert_out"):
+            handle.combine(expected)
+        handle.combine(slots)
+
+
+# ---- a call that is refused -------------------------------------------------------------------------------------
+
+
+def refused_call_is_repeated(rank: Rank, transport: Transport, case: Case) -> None:
+    """One rank's bad argument concerns nobody else: its peers wait while it repeats the call."""
+    me = rank.index
+    with open_group(rank, transport, case) as group, open_handle(group, case) as handle:
+        if me == 1:
+            for wrong in (
+                np.zeros((case.tokens_of[me], case.top_k + 1), np.int64),
+                np.zeros((case.max_tokens + 1, case.top_k), np.int64),
+                np.zeros((case.tokens_of[me], case.top_k), np.int16),
+                np.zeros((case.tokens_of[me], case.top_k), np.float32),
+            ):
+                with pytest.raises(InvalidArgumentError, match="topk_idx"):
+                    handle.prepare(wrong)
+            with pytest.raises(BadStateError):
+                handle.combine(np.zeros((handle.slots, case.hidden), DTYPES["bfloat16"]))
+            rank.log("five refused calls before prepare")
+        handle.prepare(case.topk[me])
+        tokens = case.tokens_in(me)
+        if me == 0:
+            for wrong in (tokens[:, :-16], tokens[:-1], tokens.astype(np.float64)):
+                out = np.full((handle.slots, case.hidden), 5, DTYPES["bfloat16"])
+                with pytest.raises(InvalidArgumentError, match="tokens"):
+                    handle.dispatch(wrong, receive="decoded", out=out)
+                assert (out == 5).all(), "outputs of a refused call stay as they were"
+        received = handle.dispatch(tokens, receive="decoded")
+        if me == 1:
+            with pytest.raises(InvalidArgumentError, match="result"):
+                handle.combine(received.data, out=np.zeros((case.tokens_of[me], case.hidden), np.float32))
+            with pytest.raises(InvalidArgumentError, match="expert_out"):
+                handle.combine(np.zeros((handle.slots - 1, case.hidden), DTYPES["bfloat16"]))
+        handle.combine(received.data)
+        step_on(rank, handle, case)
+
+
+def weights_on_some_ranks(rank: Rank, transport: Transport, case: Case) -> None:
+    """A rank that wants weights, or their gradients, needs them from all."""
+    me = rank.index
+    with open_group(rank, transport, case) as group, open_handle(group, case) as handle:
+        handle.prepare(case.topk[me])
+        weights = np.empty(handle.slots, np.float32)
+        with pytest.raises(InvalidArgumentError, match="topk_weights"):
+            handle.dispatch(
+                case.tokens_in(me),
+                case.weights_in(me) if me == 0 else None,
+                receive="rows",
+                recv_weights=weights if me == 0 else None,
+            )
+        slots = np.zeros((handle.slots, case.hidden), DTYPES["bfloat16"])
+        with pytest.raises(InvalidArgumentError, match="grad_recv_weights"):
+            handle.dispatch_backward(slots, weights if me == 0 else None)
+        step_on(rank, handle, case)
+
+
+def before_prepare(rank: Rank, transport: Transport, case: Case) -> None:
+    with open_group(rank, transport, case) as group:
+        handle = open_handle(group, case)
+        tokens = case.tokens_in(rank.index)
+        slots = np.zeros((handle.slots, case.hidden), DTYPES["bfloat16"])
+        for call in (
+            lambda: handle.dispatch(tokens, receive="rows"),
+            lambda: handle.combine(slots, num_tokens=len(tokens)),
+            lambda: handle.dispatch_backward(slots, num_tokens=len(tokens)),
+            lambda: handle.combine_backward(tokens, receive="rows"),
+        ):
+            with pytest.raises(BadStateError):
+                call()
+        step_on(rank, handle, case)
+
+
+def impossible_settings(rank: Rank, transport: Transport, case: Case) -> None:
+    """Refused at creation, not in the first step."""
+    shared_id = rank.broadcast(lambda: nvte_ep.unique_id(transport.communicator))
+    comm = nvte_ep.Communicator(transport.communicator, rank.size, rank.index, shared_id)
+    settings: dict[str, Any] = {"num_experts": case.experts, "hidden": 64, "max_tokens_per_rank": 8}
+    for name, value in {
+        "num_experts": 2 * rank.size + 1,
+        "hidden": 40,
+        "max_tokens_per_rank": 0,
+        "recv_capacity": -1,
+        "max_top_k": -1,
+    }.items():
+        with pytest.raises(InvalidArgumentError, match=name):
+            transport.another_group(rank, comm, **{**settings, name: value})
+    with transport.another_group(rank, comm, **settings, recv_capacity=72, max_top_k=4) as group:
+        for name, value in {"top_k": 5, "alignment": 3}.items():
+            with pytest.raises(InvalidArgumentError, match=name):
+                group.handle(**{"top_k": 2, "alignment": 8, name: value})
+        with pytest.raises(InvalidArgumentError, match="alignment"):
+            group.handle(top_k=2, alignment=16)  # the capacity is no multiple of it
+        with pytest.raises(NvteEpError, match="combine") as caught:
+            group.handle(top_k=2, alignment=8, combine="nvfp4")
+        assert caught.value.status == Status.UNSUPPORTED
+    with transport.another_group(rank, comm, **{**settings, "hidden": 48}) as group:
+        with pytest.raises(InvalidArgumentError, match="hidden"):
+            group.handle(top_k=2, dispatch="mxfp8")
+
+
+def live_handles_after_the_group(rank: Rank, transport: Transport, case: Case) -> None:
+    group = open_group(rank, transport, case)
+    handle = open_handle(group, case)
+    handle.prepare(case.topk[rank.index])
+    calls = every_call(handle, case, rank.index)
+    group.close()
+    for call in calls.values():
+        with pytest.raises(BadStateError):
+            call()
+    handle.close()

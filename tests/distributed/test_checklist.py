@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is not a case of the table: whose memory is used, several handles and groups, repetition, adapters.
+
+CHECKLIST.md says which test stands for which row of the checklist.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import nvte_ep
+import pytest
+
+from distributed import checklist, model
+from distributed.cases import CASES, Case
+from distributed.checks import assert_same_step
+from distributed.steps import RNG_STATE, run_step
+from distributed.transports import TRANSPORTS, Transport
+
+Framework = Callable[[str], ModuleType]
+every_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=str)
+
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "mxfp8": {
+        "dispatch": "mxfp8",
+        "combine": "mxfp8",
+        "dispatch_backward": "mxfp8",
+        "combine_backward": "mxfp8",
+    },
+    "nvfp4": {"dispatch": "nvfp4", "combine_backward": "nvfp4"},
+}
+
+
+def prepared(case: Case) -> Case:
+    """With the model's part made, once and before the ranks start."""
+    assert len(case.where) == case.ranks
+    return case
+
+
+def test_every_transport_that_is_here_is_tested() -> None:
+    here = {entry["name"] for entry in nvte_ep.build_info()["transports"] if entry["available"]}
+    assert here <= {transport.name for transport in TRANSPORTS}
+
+
+# ---- what travels -----------------------------------------------------------------------------------------------
+
+
+@every_transport
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
+def test_block_scales_travel_with_their_row(transport: Transport, format: str) -> None:
+    case = prepared(Case("spelled", ranks=4, experts=16, hidden=512, tokens=(32, 5, 0, 300), dispatch=format))
+    results = transport.run(4, checklist.identity_bytes, transport, case)
+    payloads = [payload for _, _, payload in results]
+    width, scales = payloads[0].shape[1], case.hidden // (32 if format == "mxfp8" else 16)
+    seen: list[int] = []
+    for rows, sources, _ in results:
+        for row, source in zip(rows, sources, strict=True):
+            if source < 0:
+                assert not row.any()
+                continue
+            rank, token = int(source) >> 32, int(source) & 0xFFFFFFFF
+            expected = payloads[rank][token]
+            np.testing.assert_array_equal(row[:width], expected)
+            np.testing.assert_array_equal(row[width : width + scales], 255 - expected[:scales])
+            if format == "nvfp4":
+                assert row[width + scales : width + scales + 4].view(np.float32)[0] == 2.0 ** (rank - 3)
+            seen.append(int(source))
+    sent = [rank << 32 | token for rank, count in enumerate(case.tokens_of) for token in range(count)] * case.top_k
+    assert sorted(seen) == sorted(sent)
+
+
+@every_transport
+def test_weight_gradients_are_per_choice(transport: Transport) -> None:
+    case = prepared(Case("per_choice", ranks=3, experts=12, top_k=4, tokens=(9, 30, 1), routing="unrouted"))
+    for rank, (got, routed) in enumerate(transport.run(3, checklist.per_choice_weight_gradients, transport, case)):
+        token, k = np.indices(got.shape)
+        np.testing.assert_array_equal(got, np.where(routed, (rank * 1000 + token) * 8 + k, 0))
+
+
+@every_transport
+@pytest.mark.parametrize("capacity", ["fit", "eager"])
+def test_counts_add_up_over_the_ranks(transport: Transport, capacity: str) -> None:
+    case = prepared(Case("counts", ranks=4, experts=16, tokens=32, capacity=capacity))
+    steps = transport.run(4, run_step, transport, case)
+    assert sum(int(step.routing["tokens_routed"].sum()) for step in steps) == 4 * 32 * 2
+    for step in steps:
+        routed = step.routing["tokens_routed"]
+        padded = [model.round_up(int(n), case.alignment) for n in routed]
+        assert step.routing["rows_per_expert"].tolist() == padded
+        assert step.routing["total_rows"].tolist() == [sum(padded)]
+
+
+@every_transport
+def test_an_eager_group_receives_exactly_what_comes(transport: Transport) -> None:
+    case = prepared(Case("sizes", ranks=4, experts=16, tokens=(3, 0, 41, 8), routing="skewed", capacity="eager"))
+    for rank, step in enumerate(transport.run(4, run_step, transport, case)):
+        exact = case.layouts[rank].total_rows
+        assert step.total == exact
+        assert {len(step.sent["rows"]), len(step.sent["decoded"]), len(step.grads["decoded"])} == {exact}
+
+
+@every_transport
+@pytest.mark.parametrize("overflow", ["drop", "error"])
+def test_dropped_rows_are_counted_and_the_rest_is_exact(transport: Transport, overflow: str) -> None:
+    case = prepared(
+        Case("dropping", ranks=4, experts=16, tokens=32, capacity=32, overflow=overflow, alignment=16)
+    )
+    for rank, step in enumerate(transport.run(4, run_step, transport, case)):
+        layout = case.layouts[rank]
+        assert layout.dropped_rows > 0
+        assert step.routing["rows_per_expert"].sum() == case.recv_capacity
+        assert step.routing["tokens_routed"].tolist() == layout.tokens_routed.tolist(), "before anything is dropped"
+        kept = step.routing["tokens_per_expert"].sum()
+        assert step.routing["dropped_rows"].tolist() == [layout.tokens_routed.sum() - kept]
+        assert bool(step.findings) == (overflow == "error")
+
+
+@every_transport
+def test_three_dimensions(transport: Transport) -> None:
+    case = prepared(Case("three_dimensions", ranks=2, tokens=(24, 12), routing="round_robin"))
+    for tokens, result in transport.run(2, checklist.three_dimensions, transport, case, 4):
+        assert result.shape == tokens.shape
+        np.testing.assert_array_equal(result, 2 * tokens)
+
+
+# ---- whose memory -----------------------------------------------------------------------------------------------
+
+
+@every_transport
+@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize("capacity", ["fit", "eager"])
+def test_received_tokens_and_gradients_lie_in_the_callers_memory(
+    transport: Transport, format: str, capacity: str
+) -> None:
+    case = prepared(Case("caller", ranks=3, experts=6, tokens=(20, 3, 0), capacity=capacity, **QUANTIZED[format]))
+    transport.run(3, checklist.caller_buffers, transport, case)
+
+
+@every_transport
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("symmetric", [False, True], ids=["plain", "symmetric"])
+def test_operands_lie_in_one_buffer_of_the_caller(transport: Transport, format: str, symmetric: bool) -> None:
+    case = prepared(Case("one_buffer", hidden=256, tokens=50, alignment=128, **QUANTIZED[format]))
+    transport.run(2, checklist.operand_in_one_buffer, transport, case, symmetric)
+
+
+@every_transport
+@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_zero_copy_gives_the_bytes_of_the_staged_step(transport: Transport, format: str, dtype: str) -> None:
+    case = prepared(
+        Case("zero_copy", ranks=3, experts=6, tokens=(20, 3, 33), routing="unrouted", dtype=dtype, **QUANTIZED[format])
+    )
+    staged = transport.run(3, run_step, transport, case)
+    for got, step in zip(transport.run(3, checklist.zero_copy_step, transport, case), staged, strict=True):
+        assert got == checklist.staged_bytes(step)
+
+
+@every_transport
+def test_symmetric_memory_comes_and_goes(transport: Transport) -> None:
+    case = prepared(Case("pool", ranks=3, experts=6, tokens=(20, 3, 33)))
+    transport.run(3, checklist.symmetric_pool, transport, case)
+
+
+# ---- again and again --------------------------------------------------------------------------------------------
+
+
+@every_transport
+@pytest.mark.parametrize("capacity", ["fit", "eager"])
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_five_iterations_are_the_same(transport: Transport, format: str, capacity: str) -> None:
+    case = prepared(Case("again", ranks=4, experts=8, tokens=(17, 0, 40, 8), capacity=capacity, **QUANTIZED[format]))
+    for first, *others in transport.run(4, checklist.repeated, transport, case, 5):
+        for other in others:
+            assert_same_step(other, first)
+
+
+@every_transport
+def test_token_counts_may_change_from_step_to_step(transport: Transport) -> None:
+    """On one handle; each step is that of a fresh handle."""
+    shape: dict[str, Any] = {"ranks": 3, "experts": 6, "capacity": 320, **QUANTIZED["nvfp4"]}
+    cases = [
+        prepared(Case(f"changing_{i}", tokens=tokens, routing=routing, **shape))
+        for i, (tokens, routing) in enumerate(
+            [((64, 3, 0), "random"), ((0, 0, 0), "random"), ((1, 63, 17), "unrouted"), ((64, 64, 64), "one_expert")]
+        )
+    ]
+    by_rank = transport.run(3, checklist.changing, transport, cases)
+    for index, case in enumerate(cases):
+        fresh = transport.run(3, run_step, transport, case)
+        for steps, expected in zip(by_rank, fresh, strict=True):
+            assert_same_step(steps[index], expected)
+
+
+LAYER_1 = Case("layer_1", ranks=2, tokens=30, alignment=16, **QUANTIZED["nvfp4"])
+LAYER_2 = Case("layer_2", ranks=2, tokens=(11, 30), top_k=5, alignment=32, index="int32", **QUANTIZED["mxfp8"])
+
+
+@every_transport
+@pytest.mark.parametrize("order", ["F1 F2 B1 B2", "F1 F2 B2 B1", "F1 F2 B1 F1 B2 B1 F2 B2"])
+def test_two_handles_in_flight_do_not_disturb_each_other(transport: Transport, order: str) -> None:
+    layers = prepared(LAYER_1), prepared(LAYER_2)
+    alone = transport.run(2, checklist.two_handles, transport, *layers, "F1 B1 F2 B2")
+    together = transport.run(2, checklist.two_handles, transport, *layers, order)
+    for expected, got in zip(itertools.chain(*alone), itertools.chain(*together), strict=True):
+        assert got.tobytes() == expected.tobytes()
+
+
+@every_transport
+def test_two_handles_do_not_alias(transport: Transport) -> None:
+    """Same settings, other routings: what one handle was told stays when the other is prepared."""
+    first = prepared(Case("one", capacity=256, **QUANTIZED["nvfp4"]))
+    second = prepared(Case("other", capacity=256, routing="one_expert", **QUANTIZED["nvfp4"]))
+    got = transport.run(2, checklist.two_handles, transport, first, second, "F1 F2 B1 B2")
+    # By name: the slots and tokens of B1, B2, and the results and slots of F1, F2.
+    for rank, arrays in enumerate(got):
+        for name, case, array in zip(
+            ("B1 slots", "B1 tokens", "B2 slots", "B2 tokens", "F1 result", "F1 slots", "F2 result", "F2 slots"),
+            (first, first, second, second, first, first, second, second),
+            arrays,
+            strict=True,
+        ):
+            rounded = [
+                np.array(nvte_ep.nvfp4_unpack(nvte_ep.nvfp4_pack(source), case.hidden))
+                for source in map(case.grad_in if name[0] == "B" else case.tokens_in, range(2))
+            ]
+            if name.endswith("slots"):
+                expected = model.dispatch(case.layouts[rank], rounded)
+            else:
+                copies = (case.where[rank][:, :, 0] >= 0).sum(axis=1)[:, None]
+                expected = (rounded[rank].astype(np.float32) * copies + 0.0).astype(rounded[rank].dtype)
+            assert array.tobytes() == expected.tobytes(), name
+
+
+@every_transport
+def test_a_replay_reads_its_memory_anew(transport: Transport) -> None:
+    """The part of graph capture that host memory can show; the capture itself needs a GPU."""
+    case = prepared(Case("replay", tokens=(24, 9), capacity=256, **QUANTIZED["nvfp4"]))
+    rounds = [9, 3, 9, 0, 9]
+    everybody = transport.run(2, checklist.replayed, transport, case, rounds)
+    for index, used in enumerate(rounds):
+        topk = [np.where(np.arange(len(choice))[:, None] < used, choice, -1) for choice in case.topk]
+        layouts = model.layouts(topk, case.experts, case.alignment, case.recv_capacity)
+        rng_state = RNG_STATE + np.array([0, index])
+        grads = [
+            np.where(np.arange(count)[:, None] < used, case.grad_in(rank), np.zeros((), case.grad_in(rank).dtype))
+            for rank, count in enumerate(case.tokens_of)
+        ]
+        rows = [
+            np.array(
+                nvte_ep.nvfp4_pack(
+                    grad, rounding="stochastic", rng_state=rng_state, row_id_base=rank * case.max_tokens
+                )
+            )
+            for rank, grad in enumerate(grads)
+        ]
+        for rank, layout in enumerate(layouts):
+            got, source = everybody[rank][index]
+            np.testing.assert_array_equal(source, layout.slot_source)
+            np.testing.assert_array_equal(got, model.dispatch(layout, rows))
+    same_routing = [everybody[0][i][0].tobytes() for i, used in enumerate(rounds) if used == 9]
+    assert len(set(same_routing)) == len(same_routing), "another offset is another rounding"
+
+
+@every_transport
+def test_two_groups_work_at_once(transport: Transport) -> None:
+    first = prepared(Case("group_1", ranks=3, experts=6, tokens=(5, 19, 0), **QUANTIZED["nvfp4"]))
+    second = prepared(
+        Case("group_2", ranks=3, experts=12, hidden=96, tokens=7, top_k=3, capacity="eager", **QUANTIZED["mxfp8"])
+    )
+    alone = [transport.run(3, run_step, transport, case) for case in (first, second)]
+    together = transport.run(3, checklist.two_groups_at_once, transport, first, second)
+    for rank, steps in enumerate(together):
+        for index, step in enumerate(steps):
+            assert_same_step(step, alone[index][rank])
+
+
+# ---- frameworks -------------------------------------------------------------------------------------------------
+
+UNEVEN = Case("uneven", ranks=3, experts=6, tokens=(20, 3, 33), routing="unrouted")
+
+
+@every_transport
+def test_torch_receives_in_place(framework: Framework, transport: Transport) -> None:
+    framework("torch")
+    transport.run(3, checklist.torch_in_place, transport, prepared(UNEVEN))
+
+
+@every_transport
+@pytest.mark.parametrize("capacity", ["fit", "eager"])
+def test_torch_autograd(framework: Framework, transport: Transport, capacity: str) -> None:
+    framework("torch")
+    case = Case("uneven", ranks=3, experts=6, tokens=(20, 3, 33), routing="unrouted", capacity=capacity)
+    transport.run(3, checklist.torch_autograd, transport, prepared(case))
+
+
+@every_transport
+def test_jax_vjp(framework: Framework, transport: Transport) -> None:
+    framework("jax")
+    transport.run(3, checklist.jax_vjp, transport, prepared(UNEVEN))
+
+
+# ---- the table itself -------------------------------------------------------------------------------------------
+
+HERE = Path(__file__).parent
+
+
+def test_checklist_names_tests_and_cases_that_exist() -> None:
+    text = (HERE / "CHECKLIST.md").read_text()
+    rows = set(map(int, re.findall(r"^\| (\d+) \|", text, re.MULTILINE)))
+    assert rows == set(range(1, 34))
+    sources = {path.name: path.read_text() for path in HERE.parent.rglob("test_*.py")}
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)(?:\[(\w+)\])?`", text)
+    assert len(named) > 40
+    cases = {case.name for case in CASES}
+    for file, test, case in named:
+        assert f"def {test}(" in sources[file], f"{file}::{test}"
+        assert not case or case in cases, f"{file}::{test}[{case}]"
