@@ -23,14 +23,22 @@ class HostBackend : public Backend {
                  bool inverse, nvte_ep_stream_t stream) override;
   Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) override;
   Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) override;
-  Status gather_scalars(int32_t top_k, const SlotAddress* slots, const float* const* rank_values,
-                        const TensorView& out, nvte_ep_stream_t stream) override;
+  Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values, const TensorView& out,
+                        nvte_ep_stream_t stream) override;
+  Status with_device(const std::function<Status()>& function) override { return function(); }
   Status clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,
                        int64_t* faults, nvte_ep_stream_t stream) override;
   int64_t route_workspace_bytes(const Route& route) const override;
   Status route(const Route& route, nvte_ep_stream_t stream) override;
+  Status copy_rows(void* to, int64_t to_stride, const void* from, int64_t from_stride, int64_t row_bytes, int64_t rows,
+                   nvte_ep_stream_t stream) override;
+  Status write_index(const TensorView& out, const int64_t* counts, nvte_ep_stream_t stream) override;
   Status allocate(int64_t bytes, void** pointer) override;
   void release(void* pointer) override;
+  Status allocate_shared(int64_t bytes, void** pointer) override { return allocate(bytes, pointer); }
+  void release_shared(void* pointer) override { release(pointer); }
+  Status upload(void* to, const void* from, int64_t bytes, nvte_ep_stream_t stream) override;
+  Status download(void* to, const void* from, int64_t bytes, nvte_ep_stream_t stream) override;
 
  private:
   int max_threads_;

@@ -221,13 +221,4 @@ Status HostBackend::assemble(int32_t format, const RowsView& apart, const RowsVi
   return Status();
 }
 
-Status HostBackend::allocate(int64_t bytes, void** pointer) {
-  const size_t size = static_cast<size_t>(round_up(std::max<int64_t>(bytes, 1), kOperandPartAlignment));
-  *pointer = std::aligned_alloc(static_cast<size_t>(kOperandPartAlignment), size);
-  if (*pointer != nullptr) return Status();
-  return Status(NVTE_EP_STATUS_OUT_OF_MEMORY, text("could not allocate ", bytes, " bytes of host memory"));
-}
-
-void HostBackend::release(void* pointer) { std::free(pointer); }
-
 }  // namespace nvte_ep

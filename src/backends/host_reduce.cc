@@ -16,13 +16,12 @@ void add_slot(const ReduceRows& r, SlotAddress address, std::vector<float>* row,
   const int32_t rank = rank_of(address);
   const int64_t slot = slot_of(address);
   const int64_t hidden = r.result.columns();
-  load_row(static_cast<const uint8_t*>(r.rank_rows[rank]) + slot * r.rank_strides[rank], r.result.dtype, hidden,
-           row->data());
-  const float* weights = r.rank_weights[rank];
-  if (weights == nullptr) {
+  load_row(r.rows.row(rank, slot), r.result.dtype, hidden, row->data());
+  const float* weight = r.weights.floats(rank, slot);
+  if (weight == nullptr) {
     for (int64_t h = 0; h < hidden; ++h) (*sum)[h] = add_rn((*sum)[h], (*row)[h]);
   } else {
-    const float w = weights[slot];
+    const float w = *weight;
     for (int64_t h = 0; h < hidden; ++h) (*sum)[h] = add_rn((*sum)[h], mul_rn(w, (*row)[h]));
   }
 }
@@ -72,13 +71,11 @@ Status HostBackend::gather_rows(const GatherRows& g, nvte_ep_stream_t) {
         if (source < 0) {
           std::memset(out, 0, static_cast<size_t>(g.row_bytes));
         } else {
-          std::memcpy(out, static_cast<const uint8_t*>(g.rank_rows[rank]) + token * g.rank_strides[rank],
-                      static_cast<size_t>(g.row_bytes));
+          std::memcpy(out, g.rows.row(rank, token), static_cast<size_t>(g.row_bytes));
         }
       }
       if (g.out_weights != nullptr) {
-        g.out_weights[s] =
-            source < 0 ? 0.0f : g.rank_weights[rank][token * g.rank_weight_strides[rank] + g.slot_k[s]];
+        g.out_weights[s] = source < 0 ? 0.0f : g.weights.floats(rank, token)[g.slot_k[s]];
       }
     }
   });
@@ -101,13 +98,13 @@ Status HostBackend::reduce_rows(const ReduceRows& r, nvte_ep_stream_t) {
   return Status();
 }
 
-Status HostBackend::gather_scalars(int32_t top_k, const SlotAddress* slots, const float* const* rank_values,
+Status HostBackend::gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
                                    const TensorView& out, nvte_ep_stream_t) {
   for (int64_t t = 0; t < out.rows(); ++t) {
     float* row = reinterpret_cast<float*>(out.row(t));
     for (int32_t k = 0; k < top_k; ++k) {
       const SlotAddress address = slots[t * top_k + k];
-      row[k] = address < 0 ? 0.0f : rank_values[rank_of(address)][slot_of(address)];
+      row[k] = address < 0 ? 0.0f : *values.floats(rank_of(address), slot_of(address));
     }
   }
   return Status();

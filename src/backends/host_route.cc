@@ -40,7 +40,7 @@ Status HostBackend::route(const Route& r, nvte_ep_stream_t) {
   }
   Routing mine;
   for (shape.rank = 0; shape.rank < r.num_ranks; ++shape.rank) {
-    if (shape.rank != r.rank && r.slots == nullptr) continue;
+    if (shape.rank != r.rank && !r.slots && !r.rank_rows && !r.rank_choices) continue;
     Routing other;
     build_routing(sources, shape, shape.rank == r.rank ? &mine : &other);
   }
@@ -54,6 +54,18 @@ Status HostBackend::route(const Route& r, nvte_ep_stream_t) {
   put(r.slot_k, mine.slot_k);
   put(r.slot_expert, mine.slot_expert);
   if (r.slots != nullptr) std::copy_n(all.data() + r.rank * choices, choices, r.slots);
+  const SlotAddress* own = all.data() + r.rank * choices;
+  for (int64_t i = 0; r.rank_choices != nullptr && i < choices; ++i) {
+    r.rank_choices[i] = own[i] < 0 ? SlotAddress{-1} : slot_address(static_cast<int32_t>(own[i] >> kSlotBits), i);
+  }
+  if (r.rank_rows != nullptr) {
+    std::fill_n(r.rank_rows, r.tokens * r.num_ranks, SlotAddress{-1});
+    for (int64_t i = 0; i < choices; ++i) {
+      if (own[i] < 0) continue;
+      const int32_t rank = static_cast<int32_t>(own[i] >> kSlotBits);
+      r.rank_rows[i / r.top_k * r.num_ranks + rank] = slot_address(rank, i / r.top_k);
+    }
+  }
   if (r.in_slots != nullptr) {
     std::transform(all.begin(), all.end(), r.in_slots,
                    [&](SlotAddress a) { return a >= 0 && (a >> kSlotBits) == r.rank ? a : SlotAddress{-1}; });

@@ -5,6 +5,7 @@
 #define NVTE_EP_CORE_BACKEND_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -77,13 +78,28 @@ constexpr SlotAddress slot_address(int32_t rank, int64_t slot) {
   return (static_cast<int64_t>(rank) << kSlotBits) | slot;
 }
 
+// One array of every rank: given rank by rank, or (pointers null) as one block with a fixed distance between the ranks.
+struct RankArrays {
+  const void* const* pointers = nullptr;  // [ranks] first row of each rank; a null entry: none
+  const int64_t* strides = nullptr;       // [ranks] bytes from row to row
+  const void* block = nullptr;
+  int64_t rank_stride = 0;  // bytes
+  int64_t row_stride = 0;   // bytes
+
+  NVTE_EP_HD const uint8_t* row(int64_t rank, int64_t i) const {
+    const uint8_t* first = pointers ? static_cast<const uint8_t*>(pointers[rank])
+                           : block  ? static_cast<const uint8_t*>(block) + rank * rank_stride
+                                    : nullptr;
+    return first ? first + i * (pointers ? strides[rank] : row_stride) : nullptr;
+  }
+  NVTE_EP_HD const float* floats(int64_t rank, int64_t i) const { return reinterpret_cast<const float*>(row(rank, i)); }
+};
+
 // Rows of every rank into this rank's slots: slot s takes row (rank, token) of slot_source[s] = rank << 32 | token; a
 // negative source is padding and becomes zero.
 struct GatherRows {
-  const void* const* rank_rows;           // [ranks] first row of each rank
-  const int64_t* rank_strides;            // [ranks] bytes
-  const float* const* rank_weights;       // [ranks] float32 [T, K] of each rank (or null), row stride below
-  const int64_t* rank_weight_strides;     // [ranks] elements
+  RankArrays rows;
+  RankArrays weights;                     // float32 [T, K] of each rank; none: not wanted
   const int64_t* slot_source;             // [slots]
   const int32_t* slot_k;                  // [slots] which of the token's top_k choices
   int64_t slots;                          // total_rows
@@ -97,9 +113,8 @@ struct GatherRows {
 struct ReduceRows {
   int32_t num_ranks;
   int32_t top_k;
-  const void* const* rank_rows;        // [ranks] first slot of each rank
-  const int64_t* rank_strides;         // [ranks] bytes
-  const float* const* rank_weights;    // [ranks] float32 [slots], or null entries: 1
+  RankArrays rows;      // slots of each rank
+  RankArrays weights;   // float32 [slots] of each rank; none: 1
   const SlotAddress* slots;            // [T, K]
   TensorView result;                   // [T, H]; its dtype is that of the rows
   bool accumulate;
@@ -129,6 +144,9 @@ struct Route {
   // Where copies went: of this rank's tokens on every rank, and of every rank's tokens on this one
   SlotAddress* slots = nullptr;      // [tokens, top_k]
   SlotAddress* in_slots = nullptr;   // [num_ranks, tokens, top_k]; the rank part is this rank
+  // For sums that come back one row or value a rank: what the ranks that hold a token's copies send for it
+  SlotAddress* rank_rows = nullptr;     // [tokens, num_ranks]: (rank, token), -1 where the rank holds none
+  SlotAddress* rank_choices = nullptr;  // [tokens, top_k]: (rank, token * top_k + k), -1 where there is no copy
   void* workspace = nullptr;         // route_workspace_bytes
 };
 
@@ -152,9 +170,9 @@ class Backend {
 
   virtual Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) = 0;
   virtual Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) = 0;
-  // out[t, k] = rank_values[rank][slot] of slots[t, k], 0 where there is none.
-  virtual Status gather_scalars(int32_t top_k, const SlotAddress* slots, const float* const* rank_values,
-                                const TensorView& out, nvte_ep_stream_t stream) = 0;
+  // out[t, k] = the value of slots[t, k], 0 where there is none.
+  virtual Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values, const TensorView& out,
+                                nvte_ep_stream_t stream) = 0;
 
   // topk_idx [T, K] to clean [tokens, K], T <= tokens: what is illegal, a second mention, and rows past T become -1.
   // faults [2]: indices out of range and duplicates are added.
@@ -163,9 +181,22 @@ class Backend {
   virtual int64_t route_workspace_bytes(const Route& route) const = 0;
   virtual Status route(const Route& route, nvte_ep_stream_t stream) = 0;
 
-  // Scratch memory, aligned to 256 bytes.
+  // rows rows of row_bytes bytes from one place of the backend's memory to another.
+  virtual Status copy_rows(void* to, int64_t to_stride, const void* from, int64_t from_stride, int64_t row_bytes,
+                           int64_t rows, nvte_ep_stream_t stream) = 0;
+  // counts [n] int64 to a caller's tensor, int32 or int64.
+  virtual Status write_index(const TensorView& out, const int64_t* counts, nvte_ep_stream_t stream) = 0;
+
+  // Runs function while the backend's device is the current one.
+  virtual Status with_device(const std::function<Status()>& function) = 0;
+  // Memory, aligned to 256 bytes (zero at first on a device). Shared memory is written by the device and read by the host at any time.
   virtual Status allocate(int64_t bytes, void** pointer) = 0;
   virtual void release(void* pointer) = 0;
+  virtual Status allocate_shared(int64_t bytes, void** pointer) = 0;
+  virtual void release_shared(void* pointer) = 0;
+  // Between host memory and the backend's, done on return: for creation and for eager groups only.
+  virtual Status upload(void* to, const void* from, int64_t bytes, nvte_ep_stream_t stream) = 0;
+  virtual Status download(void* to, const void* from, int64_t bytes, nvte_ep_stream_t stream) = 0;
 };
 
 // The backend of a device, from src/backends/registry.cc; UNSUPPORTED with the reason where there is none.

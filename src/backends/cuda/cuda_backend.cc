@@ -2,7 +2,9 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <array>
+#include <cstring>
 #include <memory>
 #include <mutex>
 
@@ -116,9 +118,62 @@ Status CudaBackend::route(const Route& route, nvte_ep_stream_t stream) {
   return on_device(stream, [&](const LaunchContext& c) { return launch_route(route, c); });
 }
 
+Status CudaBackend::copy_rows(void* to, int64_t to_stride, const void* from, int64_t from_stride, int64_t row_bytes,
+                              int64_t rows, nvte_ep_stream_t stream) {
+  if (rows == 0 || row_bytes == 0) return Status();
+  return on_device(stream, [&](const LaunchContext&) {
+    const size_t width = static_cast<size_t>(row_bytes);
+    if (rows == 1 || (to_stride == row_bytes && from_stride == row_bytes)) {
+      return cuda_status(cudaMemcpyAsync(to, from, width * static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, stream),
+                         "cudaMemcpyAsync");
+    }
+    return cuda_status(cudaMemcpy2DAsync(to, static_cast<size_t>(to_stride), from, static_cast<size_t>(from_stride),
+                                         width, static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, stream),
+                       "cudaMemcpy2DAsync");
+  });
+}
+
+Status CudaBackend::write_index(const TensorView& out, const int64_t* counts, nvte_ep_stream_t stream) {
+  return on_device(stream, [&](const LaunchContext& c) { return launch_write_index(out, counts, c); });
+}
+
 Status CudaBackend::allocate(int64_t bytes, void** pointer) {
   return on_device(nullptr, [&](const LaunchContext&) {
-    return cuda_status(cudaMalloc(pointer, static_cast<size_t>(std::max<int64_t>(bytes, 1))), "cudaMalloc");
+    const size_t size = static_cast<size_t>(std::max<int64_t>(bytes, 1));
+    NVTE_EP_TRY(cuda_status(cudaMalloc(pointer, size), "cudaMalloc"));
+    const cudaError_t zeroed = cudaMemset(*pointer, 0, size);
+    if (zeroed != cudaSuccess) (void)cudaFree(*pointer);
+    return cuda_status(zeroed, "cudaMemset");
+  });
+}
+
+Status CudaBackend::allocate_shared(int64_t bytes, void** pointer) {
+  return on_device(nullptr, [&](const LaunchContext&) {
+    const size_t size = static_cast<size_t>(std::max<int64_t>(bytes, 1));
+    NVTE_EP_TRY(cuda_status(cudaHostAlloc(pointer, size, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc"));
+    std::memset(*pointer, 0, size);
+    return Status();
+  });
+}
+
+void CudaBackend::release_shared(void* pointer) {
+  const DeviceGuard guard(device_.device);
+  (void)cudaFreeHost(pointer);
+}
+
+Status CudaBackend::upload(void* to, const void* from, int64_t bytes, nvte_ep_stream_t stream) {
+  return on_device(stream, [&](const LaunchContext&) {
+    NVTE_EP_TRY(cuda_status(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, stream),
+                            "cudaMemcpyAsync"));
+    return cuda_status(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  });
+}
+
+Status CudaBackend::download(void* to, const void* from, int64_t bytes, nvte_ep_stream_t stream) {
+  return on_device(stream, [&](const LaunchContext&) {
+    NVTE_EP_TRY(cuda_status(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream),
+                            "cudaMemcpyAsync"));
+    return cuda_status(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   });
 }
 

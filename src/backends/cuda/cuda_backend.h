@@ -32,8 +32,15 @@ class CudaBackend : public Backend {
                        int64_t* faults, nvte_ep_stream_t stream) override;
   int64_t route_workspace_bytes(const Route& route) const override;
   Status route(const Route& route, nvte_ep_stream_t stream) override;
+  Status copy_rows(void* to, int64_t to_stride, const void* from, int64_t from_stride, int64_t row_bytes, int64_t rows,
+                   nvte_ep_stream_t stream) override;
+  Status write_index(const TensorView& out, const int64_t* counts, nvte_ep_stream_t stream) override;
   Status allocate(int64_t bytes, void** pointer) override;
   void release(void* pointer) override;
+  Status allocate_shared(int64_t bytes, void** pointer) override;
+  void release_shared(void* pointer) override;
+  Status upload(void* to, const void* from, int64_t bytes, nvte_ep_stream_t stream) override;
+  Status download(void* to, const void* from, int64_t bytes, nvte_ep_stream_t stream) override;
 
  private:
   // Calls function(context) while the backend's device is current; the caller's device is current again afterwards.

@@ -105,6 +105,11 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerBlock) count_kernel(Route r) {
   for (int64_t i = c.begin + lane; i < c.end; i += kWarp) {
     if (indices[i] >= 0) atomicAdd(&hist[indices[i]], 1);
   }
+  if (r.rank_rows == nullptr || c.rank != r.rank) return;  // assign fills in the ranks that hold something
+  for (int64_t i = c.begin + lane; i < c.end; i += kWarp) {
+    if (i % r.top_k != 0) continue;
+    for (int32_t rank = 0; rank < r.num_ranks; ++rank) r.rank_rows[i / r.top_k * r.num_ranks + rank] = -1;
+  }
 }
 
 // ---- offsets ----
@@ -228,7 +233,14 @@ __device__ void assign_chunk(const Route& r, const Workspace& w, int64_t chunk, 
     if (expert >= 0 && lane == __ffs(same) - 1) next[expert] += __popc(same);
     __syncwarp();
     if (i < c.end) {
-      if (r.slots && c.rank == r.rank) r.slots[i] = address;
+      if (c.rank == r.rank) {
+        const int64_t holder = address >> kSlotBits;
+        if (r.slots) r.slots[i] = address;
+        if (r.rank_choices) r.rank_choices[i] = address < 0 ? SlotAddress{-1} : (holder << kSlotBits) | i;
+        if (r.rank_rows && address >= 0) {
+          r.rank_rows[i / r.top_k * r.num_ranks + holder] = (holder << kSlotBits) | (i / r.top_k);
+        }
+      }
       if (r.in_slots) {
         r.in_slots[c.rank * choices + i] = address >= 0 && (address >> kSlotBits) == r.rank ? address : SlotAddress{-1};
       }
@@ -264,6 +276,29 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerBlock) assign_kernel(Route r) 
 }
 
 }  // namespace
+
+namespace {
+
+__global__ void write_index_kernel(void* out, bool is_int64, const int64_t* counts, int64_t n) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  if (is_int64) {
+    static_cast<int64_t*>(out)[i] = counts[i];
+  } else {
+    static_cast<int32_t*>(out)[i] = static_cast<int32_t>(counts[i]);
+  }
+}
+
+}  // namespace
+
+Status launch_write_index(const TensorView& out, const int64_t* counts, const LaunchContext& context) {
+  if (out.rows() == 0) return Status();
+  LaunchShape shape;
+  shape.threads = 256;
+  shape.blocks = (out.rows() + 255) / 256;
+  return launch_kernel<write_index_kernel>("write_index", context, shape, out.data, out.dtype == DType::kInt64, counts,
+                                           out.rows());
+}
 
 Status launch_clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,
                             int64_t* faults, const LaunchContext& context) {
