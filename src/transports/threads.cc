@@ -133,6 +133,21 @@ void write_index(const TensorView& out, const int64_t* values, int64_t n) {
   }
 }
 
+// The peers' arrays of one step.
+class HostRankArrays {
+ public:
+  explicit HostRankArrays(int32_t ranks) : pointers_(ranks), strides_(ranks) {}
+  void set(size_t rank, const void* pointer, int64_t stride_bytes) {
+    pointers_[rank] = pointer;
+    strides_[rank] = stride_bytes;
+  }
+  RankArrays view() const { return RankArrays{pointers_.data(), strides_.data(), nullptr, 0, 0}; }
+
+ private:
+  std::vector<const void*> pointers_;
+  std::vector<int64_t> strides_;
+};
+
 class ThreadHandle : public HandleTransport {
  public:
   ThreadHandle(std::shared_ptr<Member> member, const HandleSettings& settings)
@@ -140,11 +155,9 @@ class ThreadHandle : public HandleTransport {
         settings_(settings),
         indices_(static_cast<size_t>(member_->settings.max_tokens_per_rank * settings.top_k)),
         slots_(indices_.size()),
-        rank_rows_(member_->size),
-        rank_strides_(member_->size),
-        rank_weights_(member_->size),
-        rank_weight_strides_(member_->size),
-        rank_scalars_(member_->size) {}
+        rows_(member_->size),
+        weights_(member_->size),
+        scalars_(member_->size) {}
 
   Status prepare(const PrepareCall& call, nvte_ep_stream_t) override {
     prepared_ = false;
@@ -227,16 +240,12 @@ class ThreadHandle : public HandleTransport {
     return exchange(mine, [&](const std::vector<Publication>& all) {
       NVTE_EP_TRY(check_wishes(all, "topk_weights", "recv_weights"));
       for (size_t r = 0; r < all.size(); ++r) {
-        rank_rows_[r] = all[r].rows;
-        rank_strides_[r] = all[r].row_stride;
-        rank_weights_[r] = all[r].weights;
-        rank_weight_strides_[r] = all[r].weight_stride;
+        rows_.set(r, all[r].rows, all[r].row_stride);
+        weights_.set(r, all[r].weights, all[r].weight_stride * 4);
       }
       GatherRows gather{};
-      gather.rank_rows = rank_rows_.data();
-      gather.rank_strides = rank_strides_.data();
-      gather.rank_weights = rank_weights_.data();
-      gather.rank_weight_strides = rank_weight_strides_.data();
+      gather.rows = rows_.view();
+      gather.weights = weights_.view();
       gather.slot_source = routing_.slot_source.data();
       gather.slot_k = routing_.slot_k.data();
       gather.slots = routing_.total_rows;
@@ -262,25 +271,22 @@ class ThreadHandle : public HandleTransport {
     return exchange(mine, [&](const std::vector<Publication>& all) {
       NVTE_EP_TRY(check_wishes(all, "grad_recv_weights", "grad_topk_weights"));
       for (size_t r = 0; r < all.size(); ++r) {
-        rank_rows_[r] = all[r].rows;
-        rank_strides_[r] = all[r].row_stride;
-        rank_weights_[r] = all[r].weights;
-        rank_scalars_[r] = all[r].scalars;
+        rows_.set(r, all[r].rows, all[r].row_stride);
+        weights_.set(r, all[r].weights, 4);
+        scalars_.set(r, all[r].scalars, 4);
       }
       ReduceRows reduce{};
       reduce.num_ranks = member_->size;
       reduce.top_k = settings_.top_k;
-      reduce.rank_rows = rank_rows_.data();
-      reduce.rank_strides = rank_strides_.data();
-      reduce.rank_weights = rank_weights_.data();
+      reduce.rows = rows_.view();
+      reduce.weights = weights_.view();
       reduce.slots = slots_.data();
       reduce.result = call.result;
       reduce.accumulate = call.accumulate;
       reduce.partial_format = call.format;
       NVTE_EP_TRY(member_->backend->reduce_rows(reduce, stream));
       if (call.scalars.data == nullptr) return Status();
-      return member_->backend->gather_scalars(settings_.top_k, slots_.data(), rank_scalars_.data(), call.scalars,
-                                              stream);
+      return member_->backend->gather_scalars(settings_.top_k, slots_.data(), scalars_.view(), call.scalars, stream);
     });
   }
 
@@ -336,12 +342,8 @@ class ThreadHandle : public HandleTransport {
   std::vector<int32_t> indices_;     // [T, K] clean
   std::vector<SlotAddress> slots_;   // [T, K]; the receiving ranks write it during prepare
   Routing routing_;
-  // [ranks], filled in each step
-  std::vector<const void*> rank_rows_;
-  std::vector<int64_t> rank_strides_;
-  std::vector<const float*> rank_weights_;
-  std::vector<int64_t> rank_weight_strides_;
-  std::vector<const float*> rank_scalars_;
+  // Filled in each step
+  HostRankArrays rows_, weights_, scalars_;
 };
 
 class ThreadGroup : public GroupTransport {

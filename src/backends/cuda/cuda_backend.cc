@@ -98,11 +98,15 @@ Status CudaBackend::reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t strea
   return on_device(stream, [&](const LaunchContext& c) { return launch_reduce_rows(reduce, c); });
 }
 
-Status CudaBackend::gather_scalars(int32_t top_k, const SlotAddress* slots, const float* const* rank_values,
+Status CudaBackend::with_device(const std::function<Status()>& function) {
+  return on_device(nullptr, [&](const LaunchContext&) { return function(); });
+}
+
+Status CudaBackend::gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
                                    const TensorView& out, nvte_ep_stream_t stream) {
   if (out.rows() == 0 || top_k == 0) return Status();
   return on_device(stream,
-                   [&](const LaunchContext& c) { return launch_gather_scalars(top_k, slots, rank_values, out, c); });
+                   [&](const LaunchContext& c) { return launch_gather_scalars(top_k, slots, values, out, c); });
 }
 
 Status CudaBackend::clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,

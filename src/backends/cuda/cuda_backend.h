@@ -26,8 +26,9 @@ class CudaBackend : public Backend {
                  bool inverse, nvte_ep_stream_t stream) override;
   Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) override;
   Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) override;
-  Status gather_scalars(int32_t top_k, const SlotAddress* slots, const float* const* rank_values,
-                        const TensorView& out, nvte_ep_stream_t stream) override;
+  Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values, const TensorView& out,
+                        nvte_ep_stream_t stream) override;
+  Status with_device(const std::function<Status()>& function) override;
   Status clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,
                        int64_t* faults, nvte_ep_stream_t stream) override;
   int64_t route_workspace_bytes(const Route& route) const override;

@@ -30,7 +30,7 @@ Status launch_swizzle(const TensorView& scales, const IndexView& rows_per_expert
 // The arrays of one entry per rank lie on the device, as all pointers do.
 Status launch_gather_rows(const GatherRows& gather, const LaunchContext& context);
 Status launch_reduce_rows(const ReduceRows& reduce, const LaunchContext& context);
-Status launch_gather_scalars(int32_t top_k, const SlotAddress* slots, const float* const* rank_values,
+Status launch_gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
                              const TensorView& out, const LaunchContext& context);
 Status launch_clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,
                             int64_t* faults, const LaunchContext& context);

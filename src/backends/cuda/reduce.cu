@@ -33,12 +33,12 @@ __global__ void __launch_bounds__(kThreads, 4) gather_rows(const GatherRows g, i
     const int64_t token = source & 0xFFFFFFFF;
     if (g.out_weights != nullptr && lane_id() == 0) {
       g.out_weights[slot] =
-          source < 0 ? 0.0f : g.rank_weights[rank][token * g.rank_weight_strides[rank] + g.slot_k[slot]];
+          source < 0 ? 0.0f : g.weights.floats(rank, token)[g.slot_k[slot]];
     }
     if (g.out == nullptr) continue;
     uint8_t* out = static_cast<uint8_t*>(g.out) + slot * g.out_stride;
     const uint8_t* in =
-        source < 0 ? nullptr : static_cast<const uint8_t*>(g.rank_rows[rank]) + token * g.rank_strides[rank];
+        source < 0 ? nullptr : g.rows.row(rank, token);
     const int in_alignment = in == nullptr ? 16 : ((reinterpret_cast<uint64_t>(in) & 15) == 0 ? 16 : 1);
     const int alignment = in_alignment < out_alignment ? in_alignment : out_alignment;
     const int64_t chunks = (g.row_bytes + 15) / 16;
@@ -110,7 +110,7 @@ template <typename Token>
 __device__ __forceinline__ void add_slot(const ReduceRows& r, SlotAddress address, int64_t at, Elements<Token>* sum) {
   const int32_t rank = rank_of(address);
   const int64_t slot = slot_of(address);
-  const uint8_t* row = static_cast<const uint8_t*>(r.rank_rows[rank]) + slot * r.rank_strides[rank] + at;
+  const uint8_t* row = r.rows.row(rank, slot) + at;
   Elements<Token> e;
   e.load(row, (reinterpret_cast<uint64_t>(row) & 15) == 0 ? 16 : 1);
   const float* weights = r.rank_weights[rank];
@@ -195,13 +195,13 @@ __global__ void __launch_bounds__(kRowThreads, 4) reduce_rows(const ReduceArgume
 }
 
 __global__ void __launch_bounds__(kThreads, 4) gather_scalars(int32_t top_k, const SlotAddress* slots,
-                                                              const float* const* rank_values, float* out,
+                                                              RankArrays values, float* out,
                                                               int64_t out_stride, int64_t count) {
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
        i += static_cast<int64_t>(gridDim.x) * kThreads) {
     const SlotAddress address = slots[i];
     out[i / top_k * out_stride + i % top_k] =
-        address < 0 ? 0.0f : rank_values[rank_of(address)][slot_of(address)];
+        address < 0 ? 0.0f : *values.floats(rank_of(address), slot_of(address));
   }
 }
 
@@ -239,13 +239,13 @@ Status launch_reduce_rows(const ReduceRows& r, const LaunchContext& context) {
   }
 }
 
-Status launch_gather_scalars(int32_t top_k, const SlotAddress* slots, const float* const* rank_values,
+Status launch_gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
                              const TensorView& out, const LaunchContext& context) {
   const int64_t count = out.rows() * top_k;
   LaunchShape shape;
   shape.blocks = (count + kThreads - 1) / kThreads;
   shape.threads = kThreads;
-  return launch_kernel<gather_scalars>("gather_scalars", context, shape, top_k, slots, rank_values,
+  return launch_kernel<gather_scalars>("gather_scalars", context, shape, top_k, slots, values,
                                        static_cast<float*>(out.data), out.stride, count);
 }
 
