@@ -113,12 +113,12 @@ __device__ __forceinline__ void add_slot(const ReduceRows& r, SlotAddress addres
   const uint8_t* row = r.rows.row(rank, slot) + at;
   Elements<Token> e;
   e.load(row, (reinterpret_cast<uint64_t>(row) & 15) == 0 ? 16 : 1);
-  const float* weights = r.rank_weights[rank];
-  if (weights == nullptr) {
+  const float* weight = r.weights.floats(rank, slot);
+  if (weight == nullptr) {
 #pragma unroll
     for (int i = 0; i < Elements<Token>::kCount; ++i) sum->x[i] = add_rn(sum->x[i], e.x[i]);
   } else {
-    const float w = weights[slot];
+    const float w = *weight;
 #pragma unroll
     for (int i = 0; i < Elements<Token>::kCount; ++i) sum->x[i] = add_rn(sum->x[i], mul_rn(w, e.x[i]));
   }
