@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one table of cases. Every suite that runs whole steps runs all of them, on every transport.
 
-A case says everything about a job: its ranks, shapes, routing, formats. The data of every rank follow from its
-name, so that any rank, and the test itself, can make those of all.
+A case says everything about a job: its ranks, shapes, routing, formats. The data of every rank follow from
+its name, so that any rank, and the test itself, can make those of all.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Case:
         return slots
 
 
-# ---- routings: [T, K] of a rank ---------------------------------------------------------------------------------
+# ---- routings: [T, K] of a rank ----------------------------------------------------------------------------
 
 
 def _random(case: Case, rank: int) -> Array:
@@ -237,7 +237,7 @@ ROUTINGS: dict[str, Callable[[Case, int], Array]] = {
 }
 
 
-# ---- the table --------------------------------------------------------------------------------------------------
+# ---- the table ---------------------------------------------------------------------------------------------
 
 _NVFP4: dict[str, Any] = {"dispatch": "nvfp4", "combine_backward": "nvfp4"}
 _MXFP8: dict[str, Any] = {

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import nvte_ep
 from numpy.typing import NDArray
+from nvte_ep import Group, Handle, Operand, Routing
 
 from distributed.cases import DTYPES, Case
 from distributed.launcher import Rank
@@ -24,23 +25,27 @@ from distributed.steps import (
     step_on,
 )
 from distributed.transports import Transport
-from nvte_ep import Group, Handle, Operand, Routing
 
 Array = NDArray[Any]
 BF16 = DTYPES["bfloat16"]
 
 
-# ---- what travels -----------------------------------------------------------------------------------------------
+# ---- what travels ------------------------------------------------------------------------------------------
 
 
 def identity_bytes(rank: Rank, transport: Transport, case: Case) -> tuple[Array, Array, Array]:
-    """Every token is sent as payload and scales that spell its rank and number; what arrived in the slots, and
-    the slot_source that says what should have."""
+    """Every token is sent as payload and scales that spell its rank and number; what arrived in the slots,
+    and the slot_source that says what should have."""
     me = rank.index
     payload_bytes, scale_bytes = {"mxfp8": (1, 32), "nvfp4": (2, 16)}[case.dispatch]
     count = case.tokens_of[me]
     spelled = np.zeros((count, 4), np.uint8)
-    spelled[:, 0], spelled[:, 1], spelled[:, 2], spelled[:, 3] = me, np.arange(count) & 255, np.arange(count) >> 8, 1
+    spelled[:, 0], spelled[:, 1], spelled[:, 2], spelled[:, 3] = (
+        me,
+        np.arange(count) & 255,
+        np.arange(count) >> 8,
+        1,
+    )
     payload = np.resize(spelled, (count, 4))[:, np.arange(case.hidden // payload_bytes) % 4].copy()
     scales = 255 - payload[:, : case.hidden // scale_bytes]
     parts: list[Any] = [payload, scales]
@@ -54,7 +59,8 @@ def identity_bytes(rank: Rank, transport: Transport, case: Case) -> tuple[Array,
 
 
 def per_choice_weight_gradients(rank: Rank, transport: Transport, case: Case) -> tuple[Array, Array]:
-    """Every slot's gradient says which choice it came from; grad_topk_weights, from NaN, and the clean choice."""
+    """Every slot's gradient says which choice it came from; grad_topk_weights, from NaN, and the clean
+    choice."""
     me = rank.index
     with open_group(rank, transport, case) as group, open_handle(group, case) as handle:
         handle.prepare(case.topk[me])
@@ -78,11 +84,46 @@ def three_dimensions(rank: Rank, transport: Transport, case: Case, batch: int) -
         return tokens, result
 
 
-# ---- whose memory -----------------------------------------------------------------------------------------------
+NONFINITE = {1: np.nan, 4: np.inf, 9: -np.inf}  # by token: what its element 20 is in special_tokens
+ZERO_TOKENS = (2, 3)  # +0 and -0 throughout
+
+
+def special_tokens(rank: Rank, transport: Transport, case: Case, nonfinite: str) -> dict[str, list[Array]]:
+    """By what was received of the case's tokens without and with special ones among those of rank 0: rows,
+    decoded, and the scales of the operand, whose layout is linear."""
+    got: dict[str, list[Array]] = {"rows": [], "decoded": [], "scales": [], "columnwise_scales": []}
+    with open_group(rank, transport, case) as group, open_handle(group, case) as handle:
+        handle.prepare(case.topk[rank.index])
+        total = case.layouts[rank.index].total_rows
+        for special in (False, True):
+            tokens = case.tokens_in(rank.index)
+            if rank.index == 0:
+                tokens[ZERO_TOKENS[0]], tokens[ZERO_TOKENS[1]] = 0.0, -0.0
+                for token, value in NONFINITE.items() if special else ():
+                    tokens[token, 20] = value
+            got["rows"].append(
+                np.array(handle.dispatch(tokens, receive="rows", nonfinite=nonfinite).data)[:total]
+            )
+            received = handle.dispatch(tokens, receive="decoded", dtype="float32", nonfinite=nonfinite)
+            got["decoded"].append(np.array(received.data)[:total])
+            operand = handle.dispatch(
+                tokens, receive="operand", columnwise=True, scale_layout="linear", nonfinite=nonfinite
+            ).operand
+            assert operand is not None
+            got["scales"].append(np.array(operand.scales)[:total])
+            block = 16 if case.dispatch == "nvfp4" else 32
+            got["columnwise_scales"].append(
+                np.array(operand.columnwise_scales)[: total // block * case.hidden]
+            )
+    return got
+
+
+# ---- whose memory ------------------------------------------------------------------------------------------
 
 
 def caller_buffers(rank: Rank, transport: Transport, case: Case) -> None:
-    """What is received lies in the caller's memory, at the caller's stride; the result object is the caller's."""
+    """What is received lies in the caller's memory, at the caller's stride; the result object is the
+    caller's."""
     me = rank.index
     with open_group(rank, transport, case) as group, open_handle(group, case) as handle:
         handle.prepare(case.topk[me])
@@ -103,6 +144,32 @@ def caller_buffers(rank: Rank, transport: Transport, case: Case) -> None:
                 packed[:total, :width], np.array(send(source, receive="rows").data)[:total]
             )
             assert (packed[:, width:] == 9).all() and (packed[total:] == 9).all()
+
+
+def strided_inputs(rank: Rank, transport: Transport, case: Case) -> None:
+    """Every input may be a part of a wider array: the outer stride is free."""
+    me = rank.index
+
+    def inside(array: Array) -> Array:
+        wide = np.full((len(array), array.shape[1] + 16), 3, array.dtype)
+        wide[:, : array.shape[1]] = array
+        return wide[:, : array.shape[1]]
+
+    def step(at: Any) -> list[bytes]:
+        tokens, grad = at(case.tokens_in(me)), at(case.grad_in(me))
+        outs, grads = at(case.at_slots(me, "expert_out")), at(case.at_slots(me, "grad_received"))
+        handle.prepare(at(case.topk[me]))
+        received = handle.dispatch(tokens, at(case.weights_in(me)), receive="decoded")
+        back = handle.combine_backward(grad, receive="decoded", expert_out=outs)
+        arrays = (received.data, received.weights, back.data, back.weights)
+        result, grad_tokens = handle.combine(outs), handle.dispatch_backward(grads)[0]
+        total = case.layouts[me].total_rows
+        return [np.array(x)[:total].tobytes() for x in arrays] + [
+            np.array(x).tobytes() for x in (result, grad_tokens)
+        ]
+
+    with open_group(rank, transport, case) as group, open_handle(group, case) as handle:
+        assert step(inside) == step(np.ascontiguousarray)
 
 
 def operand_in_one_buffer(rank: Rank, transport: Transport, case: Case, symmetric: bool) -> None:
@@ -190,14 +257,21 @@ def zero_copy_step(rank: Rank, transport: Transport, case: Case) -> dict[str, by
 
 def staged_bytes(step: Step) -> dict[str, bytes]:
     """The same names for a step with ordinary memory."""
-    kinds = {f"dispatch {kind}": step.sent[kind] for kind in ("decoded", "rows", "operand") if kind in step.sent}
-    kinds |= {f"combine_backward {kind}": step.grads[kind] for kind in ("decoded", "rows", "operand") if kind in step.grads}
+    kinds = {
+        f"dispatch {kind}": step.sent[kind] for kind in ("decoded", "rows", "operand") if kind in step.sent
+    }
+    kinds |= {
+        f"combine_backward {kind}": step.grads[kind]
+        for kind in ("decoded", "rows", "operand")
+        if kind in step.grads
+    }
     kinds |= {name: step.results[name] for name in ("combine", "dispatch_backward")}
     return {name: array.tobytes() for name, array in kinds.items()}
 
 
 def symmetric_pool(rank: Rank, transport: Transport, case: Case) -> None:
-    """Allocations of every size, freed in another order and made again; what is not freed goes with the group."""
+    """Allocations of every size, freed in another order and made again; what is not freed goes with the
+    group."""
     with symmetric_group(rank, transport, case) as (group, handle):
         handle.prepare(case.topk[rank.index])
         sizes = [1, 255, 4096, handle.slots * case.hidden * 2]
@@ -214,7 +288,7 @@ def symmetric_pool(rank: Rank, transport: Transport, case: Case) -> None:
             handle.dispatch(case.tokens_in(rank.index), receive="decoded", out=slots)
 
 
-# ---- again and again --------------------------------------------------------------------------------------------
+# ---- again and again ---------------------------------------------------------------------------------------
 
 
 def repeated(rank: Rank, transport: Transport, case: Case, times: int) -> list[Step]:
@@ -225,9 +299,11 @@ def repeated(rank: Rank, transport: Transport, case: Case, times: int) -> list[S
 def changing(rank: Rank, transport: Transport, cases: list[Case]) -> list[Step]:
     """Cases of one shape but for their tokens, one after the other on one handle."""
     largest = max(case.max_tokens for case in cases)
-    with open_group(rank, transport, cases[0], max_tokens_per_rank=largest) as group:
-        with open_handle(group, cases[0]) as handle:
-            return [step_on(rank, handle, case) for case in cases]
+    with (
+        open_group(rank, transport, cases[0], max_tokens_per_rank=largest) as group,
+        open_handle(group, cases[0]) as handle,
+    ):
+        return [step_on(rank, handle, case) for case in cases]
 
 
 def two_handles(rank: Rank, transport: Transport, first: Case, second: Case, order: str) -> list[Array]:
@@ -256,7 +332,7 @@ def two_handles(rank: Rank, transport: Transport, first: Case, second: Case, ord
 
 def replayed(rank: Rank, transport: Transport, case: Case, rounds: list[int]) -> list[tuple[Array, Array]]:
     """What a captured graph would do: T and all pointers are fixed once, unused rows are routed -1, and only
-    memory changes between the rounds: tokens, choices and the random state. Each round uses so many tokens."""
+    memory changes between the rounds: tokens, choices, random state. `rounds`: tokens used in each."""
     me = rank.index
     count = case.tokens_of[me]
     topk = np.full((count, case.top_k), -1, np.int64)
@@ -276,12 +352,13 @@ def replayed(rank: Rank, transport: Transport, case: Case, rounds: list[int]) ->
             handle.combine_backward(
                 grad, receive="rows", out=rows, rounding="stochastic", rng_state=rng_state
             )
-            got.append((rows[: counts.sum()].copy(), routing.slot_source[: counts.sum()].copy()))
+            total = int(counts.sum())
+            got.append((rows[:total].copy(), np.array(routing.slot_source)[:total]))
             rng_state[1] += 1
         return got
 
 
-# ---- groups ----------------------------------------------------------------------------------------------------
+# ---- groups ------------------------------------------------------------------------------------------------
 
 
 def two_groups_at_once(rank: Rank, transport: Transport, first: Case, second: Case) -> list[Step]:
@@ -314,7 +391,7 @@ def two_groups_at_once(rank: Rank, transport: Transport, first: Case, second: Ca
     return done
 
 
-# ---- frameworks -------------------------------------------------------------------------------------------------
+# ---- frameworks --------------------------------------------------------------------------------------------
 
 
 def torch_in_place(rank: Rank, transport: Transport, case: Case) -> None:
@@ -336,8 +413,8 @@ def torch_in_place(rank: Rank, transport: Transport, case: Case) -> None:
 
 
 def torch_autograd(rank: Rank, transport: Transport, case: Case) -> None:
-    """Of dispatch: the gradient of half the squares of the slots is k times the token. Of combine: the gradient
-    of the mean over k is the gradient of the result over k, in every slot."""
+    """Of dispatch: the gradient of half the squares of the slots is k times the token. Of combine: the
+    gradient of the mean over k is the gradient of the result over k, in every slot."""
     import nvte_ep.torch as ep
     import torch
 

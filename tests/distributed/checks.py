@@ -38,7 +38,8 @@ def assert_same_step(got: Step, expected: Step) -> None:
             assert mine[name].tobytes() == wanted[name].tobytes(), name
 
 
-# ---- what is expected -------------------------------------------------------------------------------------------
+# ---- what is expected --------------------------------------------------------------------------------------
+
 
 def pack(format: str, tokens: Array, **options: Any) -> Array:
     if format == "bf16":
@@ -57,7 +58,8 @@ def unpack(format: str, rows: Array, hidden: int, dtype: str) -> Array:
 def direct_receive(
     format: str, case: Case, rank: int, slots: int, rows: Array, options: dict[str, Any]
 ) -> Array:
-    """The whole operand buffer that direct_receive makes of received rows, in a buffer like that of the step."""
+    """The whole operand buffer that direct_receive makes of received rows, in a buffer like that of the
+    step."""
     columnwise = has_columnwise(format, case.alignment)
     experts = case.experts_per_rank
     layout = nvte_ep.operand_layout(
@@ -117,14 +119,20 @@ def check_sum(
     )
 
 
-# ---- the checks -------------------------------------------------------------------------------------------------
+# ---- the checks --------------------------------------------------------------------------------------------
 
 
 def check_prepare(_: Transport, case: Case, steps: list[Step]) -> None:
     for rank, (step, layout) in enumerate(zip(steps, case.layouts, strict=True)):
         total = layout.total_rows
         got = step.routing
-        for name in ("tokens_routed", "tokens_per_expert", "rows_per_expert", "row_offsets", "scale_row_offsets"):
+        for name in (
+            "tokens_routed",
+            "tokens_per_expert",
+            "rows_per_expert",
+            "row_offsets",
+            "scale_row_offsets",
+        ):
             np.testing.assert_array_equal(got[name], getattr(layout, name), f"{name} of rank {rank}")
         assert got["total_rows"].tolist() == [total]
         assert got["dropped_rows"].tolist() == [layout.dropped_rows]
@@ -136,8 +144,8 @@ def check_prepare(_: Transport, case: Case, steps: list[Step]) -> None:
 
 def check_findings(_: Transport, case: Case, steps: list[Step]) -> None:
     for rank, (step, layout) in enumerate(zip(steps, case.layouts, strict=True)):
-        expected = []
-        _, faults = model.clean_choice(case.topk[rank], case.experts)
+        expected: list[tuple[str, int, int]] = []
+        faults = model.clean_choice(case.topk[rank], case.experts)[1]
         if faults:
             expected.append(("INVALID_ARGUMENT", faults, 0))
         if layout.dropped_rows and case.overflow == "error":
@@ -165,11 +173,12 @@ def check_combine(transport: Transport, case: Case, steps: list[Step]) -> None:
     weights = [case.scalars_at_slots(rank, "slot_weights") for rank in range(case.ranks)]
     for rank, step in enumerate(steps):
         residual = case.values(rank, "residual", case.tokens_of[rank])
-        for name, options in {
+        kinds: dict[str, dict[str, Any]] = {
             "combine": {},
             "combine_weighted": {"slot_weights": weights},
             "combine_accumulated": {"slot_weights": weights, "add_to": residual},
-        }.items():
+        }
+        for name, options in kinds.items():
             check_sum(transport, case, rank, step.results[name], slots, case.combine, **options)
 
 
@@ -184,9 +193,7 @@ def check_dispatch_backward(transport: Transport, case: Case, steps: list[Step])
     grads = [case.at_slots(rank, "grad_received") for rank in range(case.ranks)]
     weight_grads = [case.scalars_at_slots(rank, "grad_recv_weights") for rank in range(case.ranks)]
     for rank, step in enumerate(steps):
-        check_sum(
-            transport, case, rank, step.results["dispatch_backward"], grads, case.dispatch_backward
-        )
+        check_sum(transport, case, rank, step.results["dispatch_backward"], grads, case.dispatch_backward)
         expected = model.gather_slot_values(case.where[rank], weight_grads)
         np.testing.assert_array_equal(step.results["grad_topk_weights"], expected)
 
@@ -229,7 +236,9 @@ def check_combine_backward_of_a_weighted_sum(_: Transport, case: Case, steps: li
         assert step.grads["weighted"][:total].tobytes() == expected.astype(DTYPES[case.dtype]).tobytes()
         assert is_untouched(step.grads["weighted"][total:])
 
-        products = grads[filled].astype(np.float64) * case.at_slots(rank, "expert_out")[filled].astype(np.float64)
+        products = grads[filled].astype(np.float64) * case.at_slots(rank, "expert_out")[filled].astype(
+            np.float64
+        )
         dots = np.zeros(total)
         error = np.zeros(total)
         dots[filled] = products.sum(axis=1)

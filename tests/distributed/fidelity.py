@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of ranks for test_fidelity.py: a real transformer's hidden states, with the router that goes with them."""
+"""Bodies of ranks for test_fidelity.py: a real transformer's hidden states, with the router that goes with
+them."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ import ml_dtypes
 import numpy as np
 import nvte_ep
 from numpy.typing import NDArray
+from nvte_ep import Operand
 
 from distributed.cases import DTYPES, Case
 from distributed.launcher import Rank
 from distributed.steps import RNG_STATE, open_group, open_handle
 from distributed.transports import Transport
-from nvte_ep import Operand
 
 Array = NDArray[Any]
 
@@ -39,7 +40,7 @@ def states_and_choice(layer: str) -> tuple[Array, Array, Array]:
 
 def case_of(layer: str, format: str) -> Case:
     """Ranks take contiguous parts of the text."""
-    states, topk, _ = states_and_choice(layer)
+    _, topk, _ = states_and_choice(layer)
     parts = np.array_split(topk, RANKS)
     return Case(
         f"{layer}_{format}",
@@ -61,7 +62,9 @@ def sqnr(reference: Array, got: Array) -> float:
     return float(10 * np.log10((signal**2).sum() / (noise**2).sum()))
 
 
-def through_the_ranks(rank: Rank, transport: Transport, case: Case, layer: str) -> dict[str, tuple[Array, Array]]:
+def through_the_ranks(
+    rank: Rank, transport: Transport, case: Case, layer: str
+) -> dict[str, tuple[Array, Array]]:
     """By name, what should have come (in FP64) and what came, of this rank."""
     me = rank.index
     states, _, weights = states_and_choice(layer)
@@ -96,7 +99,7 @@ def through_the_ranks(rank: Rank, transport: Transport, case: Case, layer: str) 
     return got
 
 
-# ---- what a GEMM would read from an operand ---------------------------------------------------------------------
+# ---- what a GEMM would read from an operand ----------------------------------------------------------------
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _E2M1_VALUES = np.concatenate([_E2M1, -_E2M1])
@@ -119,7 +122,8 @@ def _e8m0(scales: Array) -> Array:
 def _inverse_transform(blocks: Array) -> Array:
     """The inverse of the 16-point random Hadamard transform, over the last axis."""
     parity = np.array([[bin(i & j).count("1") & 1 for j in range(16)] for i in range(16)])
-    return (blocks @ np.where(parity, -0.25, 0.25)) * _SIGNS
+    result: Array = (blocks @ np.where(parity, -0.25, 0.25)) * _SIGNS
+    return result
 
 
 def rowwise(operand: Operand, counts: Array) -> Array:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import nvte_ep
 from numpy.typing import NDArray
+from nvte_ep import Handle
 
 from distributed import model
-from distributed.cases import Case
+from distributed.cases import DTYPES, Case
 from distributed.launcher import Rank
 from distributed.steps import open_group, open_handle
 from distributed.transports import Transport
-from nvte_ep import Handle
 
 Array = NDArray[Any]
 
@@ -25,7 +25,7 @@ def dyadic(random: np.random.Generator, *shape: int) -> Array:
     return (random.integers(-16, 17, shape) / 8).astype(np.float32)
 
 
-# ---- finite differences of the library's own forward ------------------------------------------------------------
+# ---- finite differences of the library's own forward -------------------------------------------------------
 
 
 def differences_of_dispatch(rank: Rank, transport: Transport, case: Case) -> tuple[Array, ...]:
@@ -107,7 +107,7 @@ def central_differences(rank: Rank, loss: Any, values: Array) -> Array:
     return result
 
 
-# ---- an MoE layer ----------------------------------------------------------------------------------------------
+# ---- an MoE layer ------------------------------------------------------------------------------------------
 
 
 def experts_of(case: Case, width: int = 16) -> model.Experts:
@@ -130,7 +130,9 @@ class LayerData:
 
 def data_of(case: Case, rank: int) -> LayerData:
     """Tokens and gradients are BF16 numbers, held in FP32: the bf16 wire loses nothing."""
-    tokens, grad = (x.astype("bfloat16").astype(np.float32) for x in (case.tokens_in(rank), case.grad_in(rank)))
+    tokens, grad = (
+        x.astype(DTYPES["bfloat16"]).astype(np.float32) for x in (case.tokens_in(rank), case.grad_in(rank))
+    )
     clean, _ = model.clean_choice(case.topk[rank], case.experts)
     return LayerData(tokens, clean, np.nan_to_num(case.weights_in(rank)), grad)
 
@@ -150,28 +152,40 @@ def layer_by_hand(rank: Rank, transport: Transport, case: Case) -> LayerResult:
     data, experts, layout = data_of(case, me), experts_of(case), case.layouts[me]
     first = me * case.experts_per_rank
     total = layout.total_rows
+    dtype = DTYPES[case.dtype]
 
-    def whole(values: Array) -> Array:
-        slots = np.full((handle.slots, *values.shape[1:]), np.nan, np.float32)
+    def whole(values: Array, dtype: Any = np.float32) -> Array:
+        """With slots that nobody may read behind it."""
+        slots = np.full((handle.slots, *values.shape[1:]), np.nan, dtype)
         slots[:total] = values
         return slots
 
     with open_group(rank, transport, case) as group, open_handle(group, case) as handle:
         handle.prepare(data.topk)
-        received = handle.dispatch(data.tokens, data.weights, receive="decoded", dtype="float32")
+        received = handle.dispatch(
+            data.tokens.astype(dtype), data.weights, receive="decoded", dtype=case.dtype
+        )
         slots = np.array(received.data)[:total]
         slot_weights = whole(np.array(received.weights)[:total])
-        outs = whole(experts.on_slots(layout, first, slots))
+        outs = whole(experts.on_slots(layout, first, slots), dtype)
         result = np.array(handle.combine(outs, slot_weights=slot_weights))
         grads = handle.combine_backward(
-            data.grad, receive="decoded", dtype="float32", slot_weights=slot_weights, expert_out=outs
+            data.grad.astype(dtype),
+            receive="decoded",
+            dtype=case.dtype,
+            slot_weights=slot_weights,
+            expert_out=outs,
         )
-        grad_slots, inner, outer = experts.on_slots_backward(layout, first, slots, np.array(grads.data)[:total])
-        tokens, weights = handle.dispatch_backward(whole(grad_slots), whole(np.array(grads.weights)[:total]))
+        grad_slots, inner, outer = experts.on_slots_backward(
+            layout, first, slots, np.array(grads.data)[:total]
+        )
+        tokens, weights = handle.dispatch_backward(
+            whole(grad_slots, dtype), whole(np.array(grads.weights)[:total])
+        )
         return LayerResult(result, np.array(tokens), np.array(weights), inner, outer)
 
 
-# ---- PyTorch ----------------------------------------------------------------------------------------------------
+# ---- PyTorch -----------------------------------------------------------------------------------------------
 
 
 def quantize_like(torch: Any, format: str, x: Any) -> Any:
@@ -226,11 +240,13 @@ def torch_layer(rank: Rank, transport: Transport, case: Case) -> LayerResult:
         outs = [torch.tanh(slab @ inner[e]) @ outer[e] for e, slab in enumerate(slabs[:-1])]
         result = ep.combine(handle, torch.cat([*outs, slabs[-1]]), slot_weights)
         result.backward(torch.from_numpy(data.grad))
-        grads = [x.grad if x.grad is not None else torch.zeros_like(x) for x in (tokens, weights, inner, outer)]
+        grads = [
+            x.grad if x.grad is not None else torch.zeros_like(x) for x in (tokens, weights, inner, outer)
+        ]
         return LayerResult(result.detach().numpy(), *(grad.numpy() for grad in grads))
 
 
-# ---- JAX --------------------------------------------------------------------------------------------------------
+# ---- JAX ---------------------------------------------------------------------------------------------------
 
 
 def plain_jax_layer(jax: Any, case: Case, rank: int) -> LayerResult:

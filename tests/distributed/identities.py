@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import nvte_ep
 from numpy.typing import NDArray
+from nvte_ep import Handle
 
 from distributed import model
 from distributed.cases import DTYPES, Case
 from distributed.launcher import Rank
 from distributed.steps import RNG_STATE, Guarded, guarded_operand, has_columnwise, open_group, open_handle
 from distributed.transports import Transport
-from nvte_ep import Handle, Operand
 
 Array = NDArray[Any]
 
@@ -51,10 +51,10 @@ def received_directly(handle: Handle, direction: str, rows: Array, counts: Any, 
 
 def quantized_equals_bf16_of_what_was_quantized(rank: Rank, transport: Transport, case: Case) -> None:
     """Dispatch in the case's format against BF16 dispatch of unpack(pack(tokens)), and the operand against
-    direct_receive of the received rows; then the same for combine backward, rounded stochastically in nvfp4."""
+    direct_receive of the received rows; then the same for combine backward, stochastic in nvfp4."""
     format = case.dispatch
     stochastic = {"rounding": "stochastic", "rng_state": RNG_STATE} if format == "nvfp4" else {}
-    row_ids = {"row_id_base": rank.index * case.max_tokens} if stochastic else {}
+    row_ids = {"row_id_base": rank.index * case.max_tokens}
     with open_group(rank, transport, case) as group:
         quantized = open_handle(group, case)
         plain = open_handle(group, case, dispatch="bf16", combine_backward="bf16")
@@ -64,9 +64,8 @@ def quantized_equals_bf16_of_what_was_quantized(rank: Rank, transport: Transport
             ("dispatch", case.tokens_in(rank.index), {}),
             ("combine_backward", case.grad_in(rank.index), stochastic),
         ):
-            rounded = codec(format, "unpack")(
-                codec(format, "pack")(source, **options, **(row_ids if options else {})), case.hidden
-            )
+            rows = codec(format, "pack")(source, **options, **(row_ids if options else {}))
+            rounded = codec(format, "unpack")(rows, case.hidden)
             assert decoded(quantized, direction, source, **options) == decoded(plain, direction, rounded)
 
             ranked = {**options, "rank": rank.index} if options else {}
@@ -94,7 +93,9 @@ def quantized_beforehand_equals_quantized_inside(rank: Rank, transport: Transpor
 def tensor_scale_equals_its_rows(rank: Rank, transport: Transport, case: Case) -> None:
     """Tensor-scale mode: one scale for all tokens, which does not travel with payload and scales."""
     tokens = case.tokens_in(rank.index)
-    largest = max(float(np.abs(x.astype(np.float32)).max(initial=1e-9)) for x in map(case.tokens_in, range(case.ranks)))
+    largest = max(
+        float(np.abs(x.astype(np.float32)).max(initial=1e-9)) for x in map(case.tokens_in, range(case.ranks))
+    )
     scale = np.array([2.0 ** np.ceil(np.log2(largest / 2688))], np.float32)
     payload, scales, token_scales = nvte_ep.nvfp4_quantize(tokens, tensor_scale=scale)
     assert token_scales is None
@@ -124,21 +125,21 @@ OPERANDS: dict[str, dict[str, Any]] = {
 
 
 def operand_options_reach_direct_receive(rank: Rank, transport: Transport, case: Case, name: str) -> bool:
-    """An option of the receiver means the same in dispatch and in direct_receive; True if it changed a byte."""
+    """An option of the receiver means the same in dispatch and in direct_receive; True if it changed a
+    byte."""
     options = dict(OPERANDS[name])
     if "fixed_expert_scale" in options:
         options["fixed_expert_scale"] = np.full(case.experts_per_rank, 0.5, np.float32)
     layout = options.pop("scale_layout", "swizzled")
     tokens = case.tokens_in(rank.index)
 
-    def whole(operand: Operand) -> Array:
-        buffer = np.array(operand.bytes)
-        return buffer
-
     with open_group(rank, transport, case) as group, open_handle(group, case) as handle:
         counts = handle.prepare(case.topk[rank.index]).rows_per_expert
         rows = packed(
-            handle, "dispatch", tokens, **{k: options[k] for k in options if k in ("rounding", "rng_state", "scale_rounding")}
+            handle,
+            "dispatch",
+            tokens,
+            **{k: options[k] for k in options if k in ("rounding", "rng_state", "scale_rounding")},
         )
         shape: dict[str, Any] = {"columnwise": True, "scale_layout": layout}
         outs = [handle.empty_operand(**shape) for _ in range(3)]
@@ -148,13 +149,14 @@ def operand_options_reach_direct_receive(rank: Rank, transport: Transport, case:
         ranked = {**options, **({"rank": rank.index} if "rounding" in options else {})}
         nvte_ep.nvfp4_direct_receive(rows, case.hidden, counts, out=outs[1], **ranked)
         nvte_ep.nvfp4_direct_receive(rows, case.hidden, counts, out=outs[2])
-        got, expected, default = map(whole, outs)
+        got, expected, default = (np.asarray(out.bytes) for out in outs)
         np.testing.assert_array_equal(got, expected)
         return layout == "linear" or bool((got != default).any())
 
 
 def identity_layer(rank: Rank, transport: Transport, case: Case) -> tuple[Array, Array]:
-    """Dispatch and combine with nothing between, unweighted and weighted on the expert's side: [T, H] twice."""
+    """Dispatch and combine with nothing between, unweighted and weighted on the expert's side: [T, H]
+    twice."""
     tokens, weights = case.tokens_in(rank.index), case.weights_in(rank.index)
     with open_group(rank, transport, case) as group, open_handle(group, case) as handle:
         handle.prepare(case.topk[rank.index])
@@ -168,7 +170,9 @@ def sum_of_choices(case: Case, rank: int, weighted: bool) -> tuple[Array, Array]
     """What the identity layer is to give, in FP64, and the sum of the magnitudes that were added."""
     tokens = case.tokens_in(rank)
     if case.dispatch != "bf16":
-        tokens = np.array(codec(case.dispatch, "unpack")(codec(case.dispatch, "pack")(tokens), case.hidden, dtype="float32"))
+        tokens = np.array(
+            codec(case.dispatch, "unpack")(codec(case.dispatch, "pack")(tokens), case.hidden, dtype="float32")
+        )
     else:
         tokens = tokens.astype(DTYPES["bfloat16"])
     clean, _ = model.clean_choice(case.topk[rank], case.experts)

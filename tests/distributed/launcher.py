@@ -44,7 +44,7 @@ class RankDied(RuntimeError):
     """The process of a rank ended without a result."""
 
 
-# ---- what ranks tell each other before they have a communicator -------------------------------------------------
+# ---- what ranks tell each other before they have a communicator --------------------------------------------
 
 
 class Store(Protocol):
@@ -111,7 +111,7 @@ def write_whole(path: Path, value: bytes) -> None:
     os.replace(name, path)
 
 
-# ---- a rank -----------------------------------------------------------------------------------------------------
+# ---- a rank ------------------------------------------------------------------------------------------------
 
 
 class Rank:
@@ -185,7 +185,7 @@ def _show_log(rank: int, size: int, log: str) -> None:
     print(f"---- log of rank {rank} of {size}, the first to fail ----\n{log.rstrip()}", file=sys.stderr)
 
 
-# ---- threads ----------------------------------------------------------------------------------------------------
+# ---- threads -----------------------------------------------------------------------------------------------
 
 
 def run_threads(
@@ -252,7 +252,7 @@ def _stack(thread: threading.Thread) -> str:
     return f"{thread.name} stands at:\n{stack}"
 
 
-# ---- processes --------------------------------------------------------------------------------------------------
+# ---- processes ---------------------------------------------------------------------------------------------
 
 _CHILD = "import sys; from {module} import child; child(sys.argv[1], int(sys.argv[2]))"
 
@@ -264,8 +264,8 @@ def run_processes(
     timeout: float = DEFAULT_TIMEOUT,
     environment: Environment | None = None,
 ) -> list[Any]:
-    """`environment` gives the variables of a rank, its GPU for example. body, args and results are pickled, so
-    body is a function of a module."""
+    """`environment` gives the variables of a rank, its GPU for example. body, args and results are pickled,
+    so body is a function of a module."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         (folder / "job").write_bytes(pickle.dumps((size, body, args, timeout)))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the library computes, in NumPy and by definition: routing, dispatch, combine, both backwards, and a whole
-MoE layer.
+"""What the library computes, in NumPy and by definition: routing, dispatch, combine, both backwards, and a
+whole MoE layer.
 
 Ranks are positions of lists: topk[r] is the [T_r, K] choice of rank r. Nothing here calls the library.
 """
@@ -25,7 +25,7 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-# ---- routing ----------------------------------------------------------------------------------------------------
+# ---- routing -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -122,7 +122,7 @@ def layouts(
     return found
 
 
-# ---- dispatch and combine ---------------------------------------------------------------------------------------
+# ---- dispatch and combine ----------------------------------------------------------------------------------
 
 
 def dispatch(layout: Layout, tokens: Sequence[Array]) -> Array:
@@ -162,8 +162,8 @@ def combine(
 ) -> Array:
     """The tokens of one rank: sums over their slots in `dtype`, in the order of k.
 
-    wire "mxfp8": the slots of a token on one rank are summed first, that sum is rounded to MXFP8, and the ranks
-    are added in their order.
+    wire "mxfp8": the slots of a token on one rank are summed first, that sum is rounded to MXFP8, and the
+    ranks are added in their order.
     """
     num_tokens, top_k, _ = where.shape
     hidden = slots[0].shape[1]
@@ -217,7 +217,7 @@ def round_to_mxfp8(row: Array) -> Array:
     return (codes.astype(np.float64) * scale).reshape(row.shape).astype(row.dtype)
 
 
-# ---- the layer --------------------------------------------------------------------------------------------------
+# ---- the layer ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -239,9 +239,7 @@ class Experts:
     def on_slots(self, layout: Layout, first_expert: int, slots: Array) -> Array:
         """The experts of one rank on its slots."""
         result = np.zeros(slots.shape, np.float64)
-        for e, (begin, end) in enumerate(
-            zip(layout.row_offsets[:-1], layout.row_offsets[1:], strict=True)
-        ):
+        for e, (begin, end) in enumerate(zip(layout.row_offsets[:-1], layout.row_offsets[1:], strict=True)):
             result[begin:end] = self.forward(first_expert + e, slots[begin:end].astype(np.float64))
         return result
 
@@ -253,9 +251,7 @@ class Experts:
         experts = len(layout.rows_per_expert)
         grad_inner = np.zeros((experts, *self.inner.shape[1:]))
         grad_outer = np.zeros((experts, *self.outer.shape[1:]))
-        for e, (begin, end) in enumerate(
-            zip(layout.row_offsets[:-1], layout.row_offsets[1:], strict=True)
-        ):
+        for e, (begin, end) in enumerate(zip(layout.row_offsets[:-1], layout.row_offsets[1:], strict=True)):
             grad_slots[begin:end], grad_inner[e], grad_outer[e] = self.backward(
                 first_expert + e, slots[begin:end].astype(np.float64), grads[begin:end].astype(np.float64)
             )
@@ -263,8 +259,8 @@ class Experts:
 
 
 def layer(experts: Experts, tokens: Array, topk: Array, weights: Array) -> Array:
-    """result[t] = sum over k of weights[t, k] * expert topk[t, k] of tokens[t], token by token in FP64. No ranks
-    and no slots: the definition of the layer."""
+    """result[t] = sum over k of weights[t, k] * expert topk[t, k] of tokens[t], token by token in FP64. No
+    ranks and no slots: the definition of the layer."""
     result = np.zeros(tokens.shape, np.float64)
     for t, k in np.ndindex(*topk.shape):
         if topk[t, k] >= 0:

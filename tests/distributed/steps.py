@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of a case: prepare, dispatch, combine and both backwards, in every receive kind. Runs on a rank and
-hands out NumPy arrays; the tests compare them with the model."""
+"""One step of a case: prepare, dispatch, combine and both backwards, in every receive kind. Runs on a rank
+and hands out NumPy arrays; the tests compare them with the model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from nvte_ep import Group, Handle, Operand, Routing
 
 from distributed import model
 from distributed.cases import BLOCK, DTYPES, Case
 from distributed.launcher import Rank
 from distributed.transports import Transport
-from nvte_ep import Group, Handle, Operand, Routing
 
 Array = NDArray[Any]
 
@@ -182,20 +182,28 @@ def _dispatch(step: Step, handle: Handle, case: Case, me: int) -> None:
     slot_weights = Guarded((handle.slots,), np.float32)
     received = Guarded((handle.slots, case.hidden), DTYPES[case.dtype])
     handle.dispatch(
-        tokens, weights, receive="decoded", out=received.inside, dtype=case.dtype, recv_weights=slot_weights.inside
+        tokens,
+        weights,
+        receive="decoded",
+        out=received.inside,
+        dtype=case.dtype,
+        recv_weights=slot_weights.inside,
     )
-    assert received.check("decoded").tobytes() == step.sent["decoded"].tobytes(), "weights change nothing else"
+    assert received.check("decoded").tobytes() == step.sent["decoded"].tobytes(), (
+        "weights change nothing else"
+    )
     step.sent_weights = slot_weights.check("recv_weights")
 
 
 def _combine(step: Step, handle: Handle, case: Case, me: int) -> None:
     expert_out, weights = case.at_slots(me, "expert_out"), case.scalars_at_slots(me, "slot_weights")
     shape = case.tokens_of[me], case.hidden
-    for name, options in {
+    kinds: dict[str, dict[str, Any]] = {
         "combine": {},
         "combine_weighted": {"slot_weights": weights},
         "combine_accumulated": {"slot_weights": weights, "accumulate": True},
-    }.items():
+    }
+    for name, options in kinds.items():
         result = Guarded(shape, DTYPES[case.dtype])
         if "accumulate" in options:
             result.inside[...] = case.values(me, "residual", shape[0])

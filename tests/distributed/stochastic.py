@@ -18,7 +18,8 @@ Array = NDArray[Any]
 
 
 def halfway_tokens(count: int, hidden: int, value: float) -> Array:
-    """Blocks of one 6 and fifteen times `value`: scaled by a power of two, so that `value` is what is rounded."""
+    """Blocks of one 6 and fifteen times `value`: scaled by a power of two, so that `value` is what is
+    rounded."""
     tokens = np.full((count, hidden // 16, 16), value, np.float32)
     tokens[:, :, 0] = 6
     return tokens.reshape(count, hidden).astype(DTYPES["bfloat16"])
@@ -57,7 +58,9 @@ def bytes_of_a_step(
         return np.asarray(rows)[:total].tobytes(), np.asarray(operand.bytes).tobytes()
 
 
-def same_tokens_everywhere(rank: Rank, transport: Transport, case: Case, rng_state: Array) -> tuple[Array, Array]:
+def same_tokens_everywhere(
+    rank: Rank, transport: Transport, case: Case, rng_state: Array
+) -> tuple[Array, Array]:
     """All ranks send the same tokens to an expert of their own: payload of the rows, and of the columnwise
     operand that is made of nearest-rounded rows, which are the same everywhere."""
     grad = halfway_tokens(case.tokens_of[rank.index], case.hidden, 2.5)
@@ -70,7 +73,8 @@ def same_tokens_everywhere(rank: Rank, transport: Transport, case: Case, rng_sta
         plain = random.standard_normal(grad.shape).astype(DTYPES["bfloat16"])
         rows = np.array(handle.combine_backward(plain, receive="rows").data)[: len(grad)]
         assert len(set(rank.gather(rows.tobytes()))) == 1
-        # Rows that are packed already are not rounded again: what differs between ranks is the columnwise part.
+        # Rows that are packed already are not rounded again: what differs between ranks is the columnwise
+        # part.
         operand = handle.combine_backward(
             rows, receive="operand", columnwise=True, rounding="stochastic", rng_state=rng_state
         ).operand

@@ -6,6 +6,7 @@ CHECKLIST.md says which test stands for which row of the checklist.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import pytest
 from distributed import checklist, model
 from distributed.cases import CASES, Case
 from distributed.checks import assert_same_step
+from distributed.launcher import run_processes, run_threads
 from distributed.steps import RNG_STATE, run_step
 from distributed.transports import TRANSPORTS, Transport
 
@@ -49,7 +51,7 @@ def test_every_transport_that_is_here_is_tested() -> None:
     assert here <= {transport.name for transport in TRANSPORTS}
 
 
-# ---- what travels -----------------------------------------------------------------------------------------------
+# ---- what travels ------------------------------------------------------------------------------------------
 
 
 @every_transport
@@ -72,14 +74,18 @@ def test_block_scales_travel_with_their_row(transport: Transport, format: str) -
             if format == "nvfp4":
                 assert row[width + scales : width + scales + 4].view(np.float32)[0] == 2.0 ** (rank - 3)
             seen.append(int(source))
-    sent = [rank << 32 | token for rank, count in enumerate(case.tokens_of) for token in range(count)] * case.top_k
+    sent = [
+        rank << 32 | token for rank, count in enumerate(case.tokens_of) for token in range(count)
+    ] * case.top_k
     assert sorted(seen) == sorted(sent)
 
 
 @every_transport
 def test_weight_gradients_are_per_choice(transport: Transport) -> None:
     case = prepared(Case("per_choice", ranks=3, experts=12, top_k=4, tokens=(9, 30, 1), routing="unrouted"))
-    for rank, (got, routed) in enumerate(transport.run(3, checklist.per_choice_weight_gradients, transport, case)):
+    for rank, (got, routed) in enumerate(
+        transport.run(3, checklist.per_choice_weight_gradients, transport, case)
+    ):
         token, k = np.indices(got.shape)
         np.testing.assert_array_equal(got, np.where(routed, (rank * 1000 + token) * 8 + k, 0))
 
@@ -99,7 +105,9 @@ def test_counts_add_up_over_the_ranks(transport: Transport, capacity: str) -> No
 
 @every_transport
 def test_an_eager_group_receives_exactly_what_comes(transport: Transport) -> None:
-    case = prepared(Case("sizes", ranks=4, experts=16, tokens=(3, 0, 41, 8), routing="skewed", capacity="eager"))
+    case = prepared(
+        Case("sizes", ranks=4, experts=16, tokens=(3, 0, 41, 8), routing="skewed", capacity="eager")
+    )
     for rank, step in enumerate(transport.run(4, run_step, transport, case)):
         exact = case.layouts[rank].total_rows
         assert step.total == exact
@@ -116,7 +124,9 @@ def test_dropped_rows_are_counted_and_the_rest_is_exact(transport: Transport, ov
         layout = case.layouts[rank]
         assert layout.dropped_rows > 0
         assert step.routing["rows_per_expert"].sum() == case.recv_capacity
-        assert step.routing["tokens_routed"].tolist() == layout.tokens_routed.tolist(), "before anything is dropped"
+        assert step.routing["tokens_routed"].tolist() == layout.tokens_routed.tolist(), (
+            "before anything is dropped"
+        )
         kept = step.routing["tokens_per_expert"].sum()
         assert step.routing["dropped_rows"].tolist() == [layout.tokens_routed.sum() - kept]
         assert bool(step.findings) == (overflow == "error")
@@ -130,7 +140,65 @@ def test_three_dimensions(transport: Transport) -> None:
         np.testing.assert_array_equal(result, 2 * tokens)
 
 
-# ---- whose memory -----------------------------------------------------------------------------------------------
+SPECIAL = Case(
+    "special",
+    ranks=2,
+    experts=2,
+    top_k=1,
+    hidden=64,
+    tokens=64,
+    alignment=64,
+    choices=(((1,),) * 64, ((0,),) * 64),
+)
+
+
+def special_slots(transport: Transport, format: str, nonfinite: str) -> tuple[dict[str, list[Any]], Any]:
+    """What rank 1 got of the tokens of rank 0, one slot each and in their order; and which slots are
+    special."""
+    case = prepared(dataclasses.replace(SPECIAL, dispatch=format))
+    got = transport.run(2, checklist.special_tokens, transport, case, nonfinite)
+    for clean, special in got[0].values():
+        assert clean.tobytes() == special.tobytes(), "the tokens of rank 1 are not concerned"
+    return got[1], np.isin(np.arange(64), list(checklist.NONFINITE))
+
+
+@every_transport
+@pytest.mark.parametrize("nonfinite", ["propagate", "saturate"])
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
+def test_special_tokens_hurt_no_others(transport: Transport, format: str, nonfinite: str) -> None:
+    slots, special = special_slots(transport, format, nonfinite)
+    # Saturated, an Inf makes its expert's scale as large as can be, and the other tokens of an operand
+    # vanish.
+    for name in ("rows", "decoded") if nonfinite == "saturate" else ("rows", "decoded", "scales"):
+        clean, hurt = slots[name]
+        assert clean[~special].tobytes() == hurt[~special].tobytes(), name
+    decoded = slots["decoded"][1]
+    for token in checklist.ZERO_TOKENS:
+        assert (decoded[token] == 0).all()
+        assert format == "mxfp8" or not slots["rows"][1][token].any(), "all zero bytes"
+    if nonfinite == "saturate" and format == "nvfp4":
+        assert np.isfinite(decoded).all()
+    else:
+        # MXFP8 keeps a NaN where it was and flushes what shares a block with an Inf, which is 448 * 2^127
+        # then.
+        beyond = ~np.isfinite(decoded)
+        width = 64 if format == "nvfp4" else 1
+        assert beyond[special].sum(axis=1).tolist() == [width] * len(checklist.NONFINITE)
+        assert not beyond[~special].any()
+
+
+@every_transport
+def test_a_special_token_hurts_its_row_and_its_column_blocks_of_an_operand(transport: Transport) -> None:
+    slots, special = special_slots(transport, "nvfp4", "propagate")
+    assert (slots["scales"][1][special] == 0x7F).all() and (slots["scales"][1][~special] < 0x7F).all()
+    clean, hurt = (scales.reshape(64, 4) for scales in slots["columnwise_scales"])  # [H, slots / 16]
+    blocks = special.reshape(4, 16).any(axis=1)
+    assert blocks.tolist() == [True, False, False, False]
+    assert (hurt[:, blocks] == 0x7F).all()
+    np.testing.assert_array_equal(hurt[:, ~blocks], clean[:, ~blocks])
+
+
+# ---- whose memory ------------------------------------------------------------------------------------------
 
 
 @every_transport
@@ -139,8 +207,17 @@ def test_three_dimensions(transport: Transport) -> None:
 def test_received_tokens_and_gradients_lie_in_the_callers_memory(
     transport: Transport, format: str, capacity: str
 ) -> None:
-    case = prepared(Case("caller", ranks=3, experts=6, tokens=(20, 3, 0), capacity=capacity, **QUANTIZED[format]))
+    case = prepared(
+        Case("caller", ranks=3, experts=6, tokens=(20, 3, 0), capacity=capacity, **QUANTIZED[format])
+    )
     transport.run(3, checklist.caller_buffers, transport, case)
+
+
+@every_transport
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_inputs_may_be_parts_of_wider_arrays(transport: Transport, format: str) -> None:
+    case = prepared(Case("strided", ranks=3, experts=6, tokens=(20, 3, 9), **QUANTIZED[format]))
+    transport.run(3, checklist.strided_inputs, transport, case)
 
 
 @every_transport
@@ -156,7 +233,15 @@ def test_operands_lie_in_one_buffer_of_the_caller(transport: Transport, format: 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_zero_copy_gives_the_bytes_of_the_staged_step(transport: Transport, format: str, dtype: str) -> None:
     case = prepared(
-        Case("zero_copy", ranks=3, experts=6, tokens=(20, 3, 33), routing="unrouted", dtype=dtype, **QUANTIZED[format])
+        Case(
+            "zero_copy",
+            ranks=3,
+            experts=6,
+            tokens=(20, 3, 33),
+            routing="unrouted",
+            dtype=dtype,
+            **QUANTIZED[format],
+        )
     )
     staged = transport.run(3, run_step, transport, case)
     for got, step in zip(transport.run(3, checklist.zero_copy_step, transport, case), staged, strict=True):
@@ -169,14 +254,16 @@ def test_symmetric_memory_comes_and_goes(transport: Transport) -> None:
     transport.run(3, checklist.symmetric_pool, transport, case)
 
 
-# ---- again and again --------------------------------------------------------------------------------------------
+# ---- again and again ---------------------------------------------------------------------------------------
 
 
 @every_transport
 @pytest.mark.parametrize("capacity", ["fit", "eager"])
 @pytest.mark.parametrize("format", QUANTIZED)
 def test_five_iterations_are_the_same(transport: Transport, format: str, capacity: str) -> None:
-    case = prepared(Case("again", ranks=4, experts=8, tokens=(17, 0, 40, 8), capacity=capacity, **QUANTIZED[format]))
+    case = prepared(
+        Case("again", ranks=4, experts=8, tokens=(17, 0, 40, 8), capacity=capacity, **QUANTIZED[format])
+    )
     for first, *others in transport.run(4, checklist.repeated, transport, case, 5):
         for other in others:
             assert_same_step(other, first)
@@ -189,7 +276,12 @@ def test_token_counts_may_change_from_step_to_step(transport: Transport) -> None
     cases = [
         prepared(Case(f"changing_{i}", tokens=tokens, routing=routing, **shape))
         for i, (tokens, routing) in enumerate(
-            [((64, 3, 0), "random"), ((0, 0, 0), "random"), ((1, 63, 17), "unrouted"), ((64, 64, 64), "one_expert")]
+            [
+                ((64, 3, 0), "random"),
+                ((0, 0, 0), "random"),
+                ((1, 63, 17), "unrouted"),
+                ((64, 64, 64), "one_expert"),
+            ]
         )
     ]
     by_rank = transport.run(3, checklist.changing, transport, cases)
@@ -200,7 +292,9 @@ def test_token_counts_may_change_from_step_to_step(transport: Transport) -> None
 
 
 LAYER_1 = Case("layer_1", ranks=2, tokens=30, alignment=16, **QUANTIZED["nvfp4"])
-LAYER_2 = Case("layer_2", ranks=2, tokens=(11, 30), top_k=5, alignment=32, index="int32", **QUANTIZED["mxfp8"])
+LAYER_2 = Case(
+    "layer_2", ranks=2, tokens=(11, 30), top_k=5, alignment=32, index="int32", **QUANTIZED["mxfp8"]
+)
 
 
 @every_transport
@@ -222,7 +316,16 @@ def test_two_handles_do_not_alias(transport: Transport) -> None:
     # By name: the slots and tokens of B1, B2, and the results and slots of F1, F2.
     for rank, arrays in enumerate(got):
         for name, case, array in zip(
-            ("B1 slots", "B1 tokens", "B2 slots", "B2 tokens", "F1 result", "F1 slots", "F2 result", "F2 slots"),
+            (
+                "B1 slots",
+                "B1 tokens",
+                "B2 slots",
+                "B2 tokens",
+                "F1 result",
+                "F1 slots",
+                "F2 result",
+                "F2 slots",
+            ),
             (first, first, second, second, first, first, second, second),
             arrays,
             strict=True,
@@ -250,7 +353,9 @@ def test_a_replay_reads_its_memory_anew(transport: Transport) -> None:
         layouts = model.layouts(topk, case.experts, case.alignment, case.recv_capacity)
         rng_state = RNG_STATE + np.array([0, index])
         grads = [
-            np.where(np.arange(count)[:, None] < used, case.grad_in(rank), np.zeros((), case.grad_in(rank).dtype))
+            np.where(
+                np.arange(count)[:, None] < used, case.grad_in(rank), np.zeros((), case.grad_in(rank).dtype)
+            )
             for rank, count in enumerate(case.tokens_of)
         ]
         rows = [
@@ -273,7 +378,16 @@ def test_a_replay_reads_its_memory_anew(transport: Transport) -> None:
 def test_two_groups_work_at_once(transport: Transport) -> None:
     first = prepared(Case("group_1", ranks=3, experts=6, tokens=(5, 19, 0), **QUANTIZED["nvfp4"]))
     second = prepared(
-        Case("group_2", ranks=3, experts=12, hidden=96, tokens=7, top_k=3, capacity="eager", **QUANTIZED["mxfp8"])
+        Case(
+            "group_2",
+            ranks=3,
+            experts=12,
+            hidden=96,
+            tokens=7,
+            top_k=3,
+            capacity="eager",
+            **QUANTIZED["mxfp8"],
+        )
     )
     alone = [transport.run(3, run_step, transport, case) for case in (first, second)]
     together = transport.run(3, checklist.two_groups_at_once, transport, first, second)
@@ -282,7 +396,15 @@ def test_two_groups_work_at_once(transport: Transport) -> None:
             assert_same_step(step, alone[index][rank])
 
 
-# ---- frameworks -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("capacity", ["fit", "eager"])
+def test_a_step_in_a_process_of_its_own(capacity: str) -> None:
+    """Cases, transports and results travel to a rank's process and back."""
+    case = prepared(Case("process", ranks=1, tokens=9, capacity=capacity, **QUANTIZED["nvfp4"]))
+    there = run_processes(1, run_step, TRANSPORTS[0], case)
+    assert_same_step(there[0], run_threads(1, run_step, TRANSPORTS[0], case)[0])
+
+
+# ---- frameworks --------------------------------------------------------------------------------------------
 
 UNEVEN = Case("uneven", ranks=3, experts=6, tokens=(20, 3, 33), routing="unrouted")
 
@@ -307,7 +429,7 @@ def test_jax_vjp(framework: Framework, transport: Transport) -> None:
     transport.run(3, checklist.jax_vjp, transport, prepared(UNEVEN))
 
 
-# ---- the table itself -------------------------------------------------------------------------------------------
+# ---- the table itself --------------------------------------------------------------------------------------
 
 HERE = Path(__file__).parent
 

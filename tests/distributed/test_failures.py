@@ -48,7 +48,9 @@ def test_abort_and_poll_from_another_thread(transport: Transport) -> None:
 def test_a_late_rank_changes_nothing(transport: Transport) -> None:
     assert CASE.where
     expected = transport.run(3, run_step, transport, CASE)
-    for got, wanted in zip(transport.run(3, failures.late_but_in_time, transport, CASE), expected, strict=True):
+    for got, wanted in zip(
+        transport.run(3, failures.late_but_in_time, transport, CASE), expected, strict=True
+    ):
         assert_same_step(got, wanted)
 
 

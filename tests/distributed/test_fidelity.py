@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of a real transformer's hidden states is left after the wire and in the operands.
 
-The floors are what was measured over both layers, less half a decibel: a regression shows, another CPU does not.
+The floors are what was measured over both layers, less half a decibel: a regression shows, another CPU does
+not.
 """
 
 from __future__ import annotations

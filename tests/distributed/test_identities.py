@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -13,9 +15,9 @@ from distributed.transports import TRANSPORTS, Transport
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=str)
 
 
-def case_of(ranks: int, alignment: int, format: str, **changes: object) -> Case:
+def case_of(ranks: int, alignment: int, format: str, **changes: Any) -> Case:
     tokens = tuple((7, 0, 12, 5, 9)[rank % 5] for rank in range(ranks))
-    settings: dict[str, object] = {
+    settings: dict[str, Any] = {
         "experts": 2 * ranks,
         "top_k": min(3, 2 * ranks),
         "hidden": 96,
@@ -25,7 +27,7 @@ def case_of(ranks: int, alignment: int, format: str, **changes: object) -> Case:
         "combine_backward": format,
         "routing": "unrouted",
     }
-    return Case(f"{format}_{ranks}_{alignment}", ranks=ranks, **{**settings, **changes})  # type: ignore[arg-type]
+    return Case(f"{format}_{ranks}_{alignment}", ranks=ranks, **{**settings, **changes})
 
 
 @every_transport

@@ -53,7 +53,9 @@ def test_combine_is_the_transpose_of_dispatch(case: Case) -> None:
     random = case.random(0, "transpose")
     tokens = [random.integers(-4, 5, (n, case.hidden)).astype(np.float64) for n in case.tokens_of]
     slots = [random.integers(-4, 5, (lay.total_rows, case.hidden)).astype(np.float64) for lay in case.layouts]
-    sent = sum(float((model.dispatch(lay, tokens) * y).sum()) for lay, y in zip(case.layouts, slots, strict=True))
+    sent = sum(
+        float((model.dispatch(lay, tokens) * y).sum()) for lay, y in zip(case.layouts, slots, strict=True)
+    )
     back = sum(
         float((x * model.combine(where, slots, dtype=np.float64)).sum())
         for x, where in zip(tokens, case.where, strict=True)
@@ -115,7 +117,9 @@ def test_the_layer_over_slots_is_the_layer() -> None:
     parts, weight_parts, grad_parts = ([x[:2], x[2:]] for x in (tokens, weights, grad))
     wheres = [model.slots_of_tokens(everybody, rank, len(x), 2) for rank, x in enumerate(parts)]
     slots = [model.dispatch(layout, parts) for layout in everybody]
-    outs = [experts.on_slots(layout, 2 * r, x) for r, (layout, x) in enumerate(zip(everybody, slots, strict=True))]
+    outs = [
+        experts.on_slots(layout, 2 * r, x) for r, (layout, x) in enumerate(zip(everybody, slots, strict=True))
+    ]
     slot_weights = [model.dispatch_weights(layout, weight_parts) for layout in everybody]
     result = np.concatenate([model.combine(where, outs, slot_weights, dtype=np.float64) for where in wheres])
     np.testing.assert_allclose(result, model.layer(experts, tokens, topk, weights), rtol=1e-12)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any routing at all, of any small group: whole steps against the model, on examples that hypothesis makes up.
+"""Any routing at all, of any small group: whole steps against the model, on examples that hypothesis makes
+up.
 
 The examples are the same in every run. A failing one is shrunk and printed as a Case, which can be run again.
 """
@@ -71,8 +72,8 @@ def test_any_routing(transport: Transport, case: Case) -> None:
 @hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @hypothesis.given(case=cases())
 def test_layouts_hold_what_was_kept_and_nothing_else(case: Case) -> None:
-    """Of the model: every choice that was not dropped has one slot, slabs lie one after the other and inside the
-    capacity, and what comes first in a slab came first."""
+    """Of the model: every choice that was not dropped has one slot, slabs lie one after the other and inside
+    the capacity, and what comes first in a slab came first."""
     kept = sum(int((where[:, :, 0] >= 0).sum()) for where in case.where)
     assert kept == sum(len(layout.filled) for layout in case.layouts)
     for layout in case.layouts:

@@ -54,9 +54,7 @@ def test_combine(transport: Transport, case: Case, steps: list[Step]) -> None:
     checks.check_combine(transport, case, steps)
 
 
-def test_a_token_without_a_slot_combines_to_zero(
-    transport: Transport, case: Case, steps: list[Step]
-) -> None:
+def test_a_token_without_a_slot_combines_to_zero(transport: Transport, case: Case, steps: list[Step]) -> None:
     checks.check_tokens_without_slot(transport, case, steps)
 
 

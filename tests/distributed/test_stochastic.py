@@ -20,10 +20,23 @@ every_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=str)
 SAMPLES = 1 << 20
 # One slot for every token: 4 ranks * 280 tokens * 1024 elements, 15 of every 16 of them rounded.
 MEAN = Case(
-    "mean", ranks=4, experts=4, top_k=1, hidden=1024, tokens=280, combine_backward="nvfp4", routing="round_robin"
+    "mean",
+    ranks=4,
+    experts=4,
+    top_k=1,
+    hidden=1024,
+    tokens=280,
+    combine_backward="nvfp4",
+    routing="round_robin",
 )
 STEP = Case(
-    "order", ranks=4, experts=8, tokens=(30, 7, 0, 19), combine_backward="nvfp4", routing="skewed", capacity=256
+    "order",
+    ranks=4,
+    experts=8,
+    tokens=(30, 7, 0, 19),
+    combine_backward="nvfp4",
+    routing="skewed",
+    capacity=256,
 )
 OWN = Case(
     "own_expert",
@@ -106,7 +119,7 @@ def test_seed_and_offset_decide_the_bytes(transport: Transport) -> None:
 @every_transport
 def test_two_ranks_never_draw_the_same_bits(transport: Transport) -> None:
     """With the same tokens, seed and offset on every rank: any two ranks decide independently of each other,
-    in the rows that they pack and in the columnwise operands that they make. So do any two tokens of a rank."""
+    in the rows that they pack and in the columnwise operands that they make. So do two tokens of a rank."""
     assert OWN.layouts
     parts = transport.run(3, stochastic.same_tokens_everywhere, transport, OWN, np.array([5, 6], np.int64))
     for (rows, columns), (other_rows, other_columns) in itertools.combinations(parts, 2):

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import nvte_ep
-from distributed.launcher import Rank, run_threads
 from nvte_ep import Communicator, Group, NvteEpError
+
+from distributed.launcher import Rank, run_threads
 
 # Of every wait in the library. A test that fails must not take the library's own 100 s.
 TIMEOUT_NS = 20_000_000_000

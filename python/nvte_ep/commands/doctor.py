@@ -245,6 +245,7 @@ def nccl_pins() -> list[str]:
 
 def examine_nccl(answer: dict[str, Any]) -> list[Finding]:
     found = []
+    pins = nccl_pins()
     loaded = _probe.loaded_file("libnccl.so")
     if loaded is not None:
         found.append(Finding("NCCL loaded", OK, loaded))
@@ -259,7 +260,10 @@ def examine_nccl(answer: dict[str, Any]) -> list[Finding]:
         remedy = ""
         if _numbers(version) < MIN_NCCL_WINDOWS:
             least = ".".join(map(str, MIN_NCCL_WINDOWS))
-            remedy = f"symmetric windows and NCCL EP need {least} or newer: pip install -U of its wheel"
+            wheel = wheels[0][0] if wheels else "nvidia-nccl-cu13"
+            remedy = f"symmetric windows and NCCL EP need {least} or newer: pip install -U {wheel}"
+            if pins:
+                remedy += ", which breaks the pin below"
         found.append(Finding("NCCL", OK, f"{version}, {answer['path']} ({_origin(answer['path'])})", remedy))
     for name, version in wheels:
         found.append(Finding(name, OK, version))
@@ -272,7 +276,7 @@ def examine_nccl(answer: dict[str, Any]) -> list[Finding]:
                 "pip uninstall both, then install the one that fits the driver",
             )
         )
-    found += [Finding("pinned by", OK, pin) for pin in nccl_pins()]
+    found += [Finding("pinned by", OK, pin) for pin in pins]
     extensions = installed(*NCCL_EP_PACKAGES)
     if extensions is None:
         found.append(

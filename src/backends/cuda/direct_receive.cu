@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(kThreads, 3) find_exponents(const ReceiveArgum
     live = largest > 0;
     k = live ? static_cast<int>(largest) + Nvfp4::kMinExponent - 1 : Nvfp4::kMinExponent;
     column_k = k + 2;
-    if (a.tiles && live && !a.options.column_max) {
+    const bool wants_columns = a.tiles || a.columnwise_amax != nullptr || a.columnwise_expert_scale != nullptr;
+    if (wants_columns && live && !a.options.column_max) {
       uint32_t largest_sum = 0;
 #pragma unroll 2
       for (int64_t i = first - lane_id(); i < slab.rows; i += step) {  // whole warps: two blocks of 16 rows each

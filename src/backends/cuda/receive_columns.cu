@@ -236,23 +236,25 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_nvfp4(const Receive
         if (payload != nullptr) *reinterpret_cast<uint2*>(payload + j * (b.slab.rows / 2)) = out;
         my_scales[j * 8] = static_cast<uint8_t>(scale);
       };
-      // Two columns at a time, in a loop: unrolled eightfold it would not fit the instruction cache, nor the registers.
+      // Two columns at a time (one, where random numbers need the registers), in a loop: unrolled eightfold it would fit
+      // neither the instruction cache nor the registers.
+      constexpr int kAtOnce = kStochastic ? 1 : 2;
 #pragma unroll 1
       for (int odd = 0; odd < 2; ++odd) {
         uint32_t e4m3[16];
 #pragma unroll
         for (int i = 0; i < 16; ++i) e4m3[i] = e2m1_low_to_e4m3(codes[i] >> (4 * odd));
 #pragma unroll 1
-        for (int pair = 0; pair < 2; ++pair) {
-          float lo[16], hi[16];
+        for (int byte = 0; byte < 4; byte += kAtOnce) {
+          float first[16], next[16];
 #pragma unroll
           for (int i = 0; i < 16; ++i) {
-            const float2 f = e4m3x2_to_floats(e4m3[i] >> (16 * pair));
-            lo[i] = f.x;
-            hi[i] = f.y;
+            const float2 f = e4m3x2_to_floats(e4m3[i] >> (8 * byte));
+            first[i] = f.x;
+            next[i] = f.y;
           }
-          store_column(4 * pair + odd, lo);
-          store_column(4 * pair + 2 + odd, hi);
+          store_column(2 * byte + odd, first);
+          if constexpr (kAtOnce == 2) store_column(2 * byte + 2 + odd, next);
         }
       }
     }

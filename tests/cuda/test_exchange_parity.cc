@@ -1,0 +1,257 @@
+// The steps of dispatch and combine on one device: rows into slots, slots summed to tokens, routing.
+#include "codec_calls.h"
+#include "core/routing.h"
+
+namespace nvte_ep::testing {
+namespace {
+
+constexpr DType kDTypes[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
+
+class ExchangeParity : public CudaTest {
+ protected:
+  // An array of one pointer (or number) per rank, in both memories.
+  template <typename T>
+  struct PerRank {
+    std::vector<T> host;
+    T* device = nullptr;
+    explicit PerRank(std::vector<T> host_in, const std::vector<T>& device_in) : host(std::move(host_in)) {
+      check_cuda(cudaMalloc(reinterpret_cast<void**>(&device), device_in.size() * sizeof(T)));
+      check_cuda(cudaMemcpy(device, device_in.data(), device_in.size() * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    ~PerRank() { check_cuda(cudaFree(device)); }
+    T* on(bool cuda) { return cuda ? device : host.data(); }
+  };
+};
+
+TEST_F(ExchangeParity, GatherRows) {
+  Rng rng(21);
+  for (const int64_t row_bytes : {16, 48, 592, 4048, 1040 * 2, 14336}) {
+    for (const int ranks : {1, 3}) {
+      const int64_t tokens = 50, slots = 333, top_k = 4, out_stride = row_bytes + (rng() % 2 ? 16 : 0);
+      std::vector<std::unique_ptr<Mirror>> rows, weights;
+      std::vector<const void*> row_host, row_device;
+      std::vector<const float*> weight_host, weight_device;
+      for (int r = 0; r < ranks; ++r) {
+        rows.push_back(Mirror::of(random_bytes(static_cast<size_t>(tokens * row_bytes), &rng)));
+        weights.push_back(Mirror::of(random_bytes(static_cast<size_t>(tokens * top_k * 4), &rng)));
+        row_host.push_back(rows.back()->host());
+        row_device.push_back(rows.back()->device());
+        weight_host.push_back(reinterpret_cast<const float*>(weights.back()->host()));
+        weight_device.push_back(reinterpret_cast<const float*>(weights.back()->device()));
+      }
+      PerRank<const void*> rank_rows(row_host, row_device);
+      PerRank<const float*> rank_weights(weight_host, weight_device);
+      const std::vector<int64_t> strides(ranks, row_bytes), weight_strides(ranks, top_k);
+      PerRank<int64_t> rank_strides(strides, strides), rank_weight_strides(weight_strides, weight_strides);
+      std::vector<int64_t> source(slots);
+      std::vector<int32_t> choice(slots);
+      for (int64_t s = 0; s < slots; ++s) {
+        source[s] = rng() % 6 == 0 ? -1 : static_cast<int64_t>(rng() % ranks) << 32 | static_cast<int64_t>(rng() % tokens);
+        choice[s] = static_cast<int32_t>(rng() % top_k);
+      }
+      auto slot_source = Mirror::of(source);
+      auto slot_k = Mirror::of(choice);
+      Mirror out(static_cast<size_t>(slots * out_stride)), out_weights(slots * 4);
+      for (const bool with_rows : {true, false}) {
+        for (const bool cuda : {false, true}) {
+          GatherRows g{};
+          g.rank_rows = rank_rows.on(cuda);
+          g.rank_strides = rank_strides.on(cuda);
+          g.rank_weights = rank_weights.on(cuda);
+          g.rank_weight_strides = rank_weight_strides.on(cuda);
+          g.slot_source = reinterpret_cast<const int64_t*>(slot_source->on(cuda));
+          g.slot_k = reinterpret_cast<const int32_t*>(slot_k->on(cuda));
+          g.slots = slots;
+          g.row_bytes = row_bytes;
+          g.out = with_rows ? out.on(cuda) : nullptr;
+          g.out_stride = out_stride;
+          g.out_weights = reinterpret_cast<float*>(out_weights.on(cuda));
+          ASSERT_TRUE((cuda ? cuda_ : host_)->gather_rows(g, nullptr).ok());
+        }
+        ASSERT_CUDA(cudaDeviceSynchronize());
+        ASSERT_TRUE(out.equal("slots"));
+        ASSERT_TRUE(out_weights.equal("weights"));
+      }
+    }
+  }
+}
+
+TEST_F(ExchangeParity, ReduceRows) {
+  Rng rng(22);
+  for (const DType dtype : kDTypes) {
+    for (const int64_t hidden : {32, 96, 1024, 2720, 7168}) {
+      for (const int32_t format : {NVTE_EP_FORMAT_BF16, NVTE_EP_FORMAT_MXFP8}) {
+        for (const int variant : {0, 1, 2, 3}) {
+          const int ranks = 3;
+          const int64_t slots = 60, tokens = 41;
+          const int32_t top_k = 1 + static_cast<int32_t>(rng() % 8);
+          SCOPED_TRACE(text(dtype_name(dtype), " hidden ", hidden, " format ", format, " variant ", variant, " top_k ", top_k));
+          std::vector<std::unique_ptr<Tokens>> rows;
+          std::vector<std::unique_ptr<Mirror>> weights;
+          std::vector<const void*> row_host, row_device;
+          std::vector<const float*> weight_host, weight_device;
+          for (int r = 0; r < ranks; ++r) {
+            rows.push_back(std::make_unique<Tokens>(dtype, slots, hidden, hidden));
+            rows.back()->set(make_values(variant == 3 ? Data::kNonFinite : Data::kOutlierChannels, slots, hidden, &rng));
+            weights.push_back(Mirror::of(make_values(Data::kGaussian, 1, slots, &rng)));
+            row_host.push_back(rows.back()->data->host());
+            row_device.push_back(rows.back()->data->device());
+            const bool weighted = variant % 2 == 1 && r != 1;
+            weight_host.push_back(weighted ? reinterpret_cast<const float*>(weights.back()->host()) : nullptr);
+            weight_device.push_back(weighted ? reinterpret_cast<const float*>(weights.back()->device()) : nullptr);
+          }
+          PerRank<const void*> rank_rows(row_host, row_device);
+          PerRank<const float*> rank_weights(weight_host, weight_device);
+          const std::vector<int64_t> strides(ranks, hidden * dtype_bytes(dtype));
+          PerRank<int64_t> rank_strides(strides, strides);
+          std::vector<int64_t> address(static_cast<size_t>(tokens * top_k));
+          for (int64_t i = 0; i < tokens * top_k; ++i) {
+            address[i] = rng() % 4 == 0 || i / top_k == 7 ? -1 : slot_address(static_cast<int32_t>(rng() % ranks), static_cast<int64_t>(rng() % slots));
+          }
+          auto map = Mirror::of(address);
+          Tokens result(dtype, tokens, hidden, hidden + (variant == 2 ? 3 : 0));
+          result.set(make_values(Data::kGaussian, tokens, hidden, &rng));
+          for (const bool cuda : {false, true}) {
+            ReduceRows r{};
+            r.num_ranks = ranks;
+            r.top_k = top_k;
+            r.rank_rows = rank_rows.on(cuda);
+            r.rank_strides = rank_strides.on(cuda);
+            r.rank_weights = rank_weights.on(cuda);
+            r.slots = reinterpret_cast<const SlotAddress*>(map->on(cuda));
+            r.result = result.on(cuda);
+            r.accumulate = variant >= 2;
+            r.partial_format = format;
+            ASSERT_TRUE((cuda ? cuda_ : host_)->reduce_rows(r, nullptr).ok());
+          }
+          ASSERT_CUDA(cudaDeviceSynchronize());
+          ASSERT_TRUE(result.equal("result"));
+        }
+      }
+    }
+  }
+}
+
+TEST_F(ExchangeParity, GatherScalars) {
+  Rng rng(23);
+  const int64_t slots = 500, tokens = 300;
+  const int32_t top_k = 5;
+  auto a = Mirror::of(make_values(Data::kBits, 1, slots, &rng)), b = Mirror::of(make_values(Data::kBits, 1, slots, &rng));
+  PerRank<const float*> values({reinterpret_cast<const float*>(a->host()), reinterpret_cast<const float*>(b->host())},
+                               {reinterpret_cast<const float*>(a->device()), reinterpret_cast<const float*>(b->device())});
+  std::vector<int64_t> address(static_cast<size_t>(tokens * top_k));
+  for (int64_t& s : address) s = rng() % 4 == 0 ? -1 : slot_address(static_cast<int32_t>(rng() % 2), static_cast<int64_t>(rng() % slots));
+  auto map = Mirror::of(address);
+  Tokens out(DType::kFloat32, tokens, top_k, top_k + 2);
+  for (const bool cuda : {false, true}) {
+    ASSERT_TRUE((cuda ? cuda_ : host_)->gather_scalars(top_k, reinterpret_cast<const SlotAddress*>(map->on(cuda)), values.on(cuda), out.on(cuda), nullptr).ok());
+  }
+  ASSERT_CUDA(cudaDeviceSynchronize());
+  EXPECT_TRUE(out.equal("gradients"));
+}
+
+TEST_F(ExchangeParity, CleanIndices) {
+  Rng rng(24);
+  for (const bool is_int64 : {false, true}) {
+    for (const int64_t tokens : {0, 1, 33, 1000}) {
+      const int64_t top_k = 1 + static_cast<int64_t>(rng() % 8), rows = tokens - tokens / 5, stride = top_k + 2;
+      std::vector<int64_t> index(static_cast<size_t>(rows * stride));
+      for (int64_t& i : index) i = static_cast<int64_t>(rng() % 20) - 2;
+      if (!index.empty() && is_int64) index[0] = (int64_t{1} << 32) + 3;  // never cut to a legal id
+      auto given = is_int64 ? Mirror::of(index) : Mirror::of(std::vector<int32_t>(index.begin(), index.end()));
+      Mirror clean(static_cast<size_t>(tokens * top_k * 4));
+      auto faults = Mirror::of(std::vector<int64_t>{100, 200});
+      for (const bool cuda : {false, true}) {
+        TensorView v;
+        v.data = given->on(cuda);
+        v.dtype = is_int64 ? DType::kInt64 : DType::kInt32;
+        v.ndim = 2;
+        v.shape[0] = rows;
+        v.shape[1] = top_k;
+        v.stride = stride;
+        ASSERT_TRUE((cuda ? cuda_ : host_)->clean_indices(v, 16, tokens, reinterpret_cast<int32_t*>(clean.on(cuda)),
+                                                          reinterpret_cast<int64_t*>(faults->on(cuda)), nullptr).ok());
+      }
+      ASSERT_CUDA(cudaDeviceSynchronize());
+      ASSERT_TRUE(clean.equal("clean"));
+      ASSERT_TRUE(faults->equal("faults"));
+    }
+  }
+}
+
+TEST_F(ExchangeParity, Route) {
+  Rng rng(25);
+  struct Case {
+    int32_t ranks, experts, top_k;
+    int64_t tokens, alignment, capacity;
+  };
+  const Case cases[] = {{1, 1, 1, 1, 1, 64},        {1, 64, 8, 4096, 128, 65536}, {2, 64, 8, 1000, 16, 8192}, {4, 256, 8, 700, 128, 1024},
+                        {8, 1024, 6, 333, 32, 640}, {3, 9, 3, 0, 8, 64},          {1, 4, 4, 257, 1, INT64_MAX}, {2, 8, 2, 100, 64, 0}};
+  for (const Case& c : cases) {
+    for (const bool skewed : {false, true}) {
+      SCOPED_TRACE(text(c.ranks, " ranks ", c.experts, " experts ", c.tokens, " tokens alignment ", c.alignment, " capacity ", c.capacity));
+      const int32_t local = c.experts / c.ranks;
+      std::vector<int32_t> clean;
+      for (int64_t i = 0; i < c.ranks * c.tokens; ++i) {
+        std::vector<int32_t> mine(c.top_k, -1);
+        for (int32_t k = 0; k < c.top_k; ++k) {
+          const int32_t e = static_cast<int32_t>(rng() % static_cast<uint64_t>(skewed ? std::min(c.experts, c.top_k + 1) : c.experts));
+          if (rng() % 9 != 0 && std::find(mine.begin(), mine.end(), e) == mine.end()) mine[k] = e;
+        }
+        clean.insert(clean.end(), mine.begin(), mine.end());
+      }
+      auto indices = Mirror::of(clean);
+      const int64_t most = c.capacity == INT64_MAX ? c.ranks * c.tokens * c.top_k + local * c.alignment : c.capacity;
+      for (int32_t rank = 0; rank < c.ranks; rank += std::max(1, c.ranks - 1)) {
+        Mirror routed(local * 8), kept(local * 8), rows(local * 8), offsets(local * 8 + 8), scale_offsets(local * 8 + 8), totals(24);
+        Mirror source(most * 8), choice(most * 4), expert(most * 4);
+        Mirror slots(static_cast<size_t>(c.tokens * c.top_k * 8)), in_slots(static_cast<size_t>(c.ranks * c.tokens * c.top_k * 8));
+        for (const bool cuda : {false, true}) {
+          Route r;
+          r.rank = rank;
+          r.num_ranks = c.ranks;
+          r.num_experts = c.experts;
+          r.top_k = c.top_k;
+          r.alignment = c.alignment;
+          r.capacity = c.capacity;
+          r.tokens = c.tokens;
+          r.indices = reinterpret_cast<const int32_t*>(indices->on(cuda));
+          r.tokens_routed = reinterpret_cast<int64_t*>(routed.on(cuda));
+          r.tokens_per_expert = reinterpret_cast<int64_t*>(kept.on(cuda));
+          r.rows_per_expert = reinterpret_cast<int64_t*>(rows.on(cuda));
+          r.row_offsets = reinterpret_cast<int64_t*>(offsets.on(cuda));
+          r.scale_row_offsets = reinterpret_cast<int64_t*>(scale_offsets.on(cuda));
+          r.totals = reinterpret_cast<int64_t*>(totals.on(cuda));
+          r.slot_source = reinterpret_cast<int64_t*>(source.on(cuda));
+          r.slot_k = reinterpret_cast<int32_t*>(choice.on(cuda));
+          r.slot_expert = reinterpret_cast<int32_t*>(expert.on(cuda));
+          r.slots = reinterpret_cast<SlotAddress*>(slots.on(cuda));
+          r.in_slots = reinterpret_cast<SlotAddress*>(in_slots.on(cuda));
+          Backend* backend = cuda ? cuda_ : host_;
+          void* workspace = nullptr;
+          ASSERT_TRUE(backend->allocate(backend->route_workspace_bytes(r), &workspace).ok());
+          r.workspace = workspace;
+          const Status status = backend->route(r, nullptr);
+          ASSERT_TRUE(status.ok()) << status.message();
+          if (cuda) ASSERT_CUDA(cudaDeviceSynchronize());
+          backend->release(workspace);
+        }
+        EXPECT_TRUE(routed.equal("tokens_routed"));
+        EXPECT_TRUE(kept.equal("tokens_per_expert"));
+        EXPECT_TRUE(rows.equal("rows_per_expert"));
+        EXPECT_TRUE(offsets.equal("row_offsets"));
+        EXPECT_TRUE(scale_offsets.equal("scale_row_offsets"));
+        EXPECT_TRUE(totals.equal("totals"));
+        EXPECT_TRUE(source.equal("slot_source"));
+        EXPECT_TRUE(choice.equal("slot_k"));
+        EXPECT_TRUE(expert.equal("slot_expert"));
+        EXPECT_TRUE(slots.equal("slots"));
+        EXPECT_TRUE(in_slots.equal("in_slots"));
+        ASSERT_FALSE(HasFailure());
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace nvte_ep::testing
