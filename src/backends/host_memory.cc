@@ -25,6 +25,12 @@ Status HostBackend::copy_rows(void* to, int64_t to_stride, const void* from, int
   return Status();
 }
 
+Status HostBackend::copy_words(void* to, const void* from, int64_t words_per_item, int64_t items,
+                               const IndexView& count, nvte_ep_stream_t) {
+  std::memcpy(to, from, static_cast<size_t>(std::min(items, load_index(count, 0)) * words_per_item * 4));
+  return Status();
+}
+
 Status HostBackend::write_index(const TensorView& out, const int64_t* counts, nvte_ep_stream_t) {
   for (int64_t i = 0; i < out.rows(); ++i) {
     if (out.dtype == DType::kInt64) {

@@ -1,4 +1,5 @@
 // The host's part of dispatch and combine: rows into slots, and slots summed back to tokens.
+#include <algorithm>
 #include <vector>
 
 #include "backends/host_backend.h"
@@ -61,7 +62,8 @@ void sum_token(const ReduceRows& r, const SlotAddress* slots, std::vector<float>
 }  // namespace
 
 Status HostBackend::gather_rows(const GatherRows& g, nvte_ep_stream_t) {
-  parallel_for(g.slots, grain_of(g.row_bytes), max_threads_, [&](int64_t begin, int64_t end) {
+  const int64_t slots = g.slot_count.data ? std::min(g.slots, load_index(g.slot_count, 0)) : g.slots;
+  parallel_for(slots, grain_of(g.row_bytes), max_threads_, [&](int64_t begin, int64_t end) {
     for (int64_t s = begin; s < end; ++s) {
       const int64_t source = g.slot_source[s];
       const int64_t rank = source >> 32;

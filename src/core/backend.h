@@ -102,7 +102,8 @@ struct GatherRows {
   RankArrays weights;                     // float32 [T, K] of each rank; none: not wanted
   const int64_t* slot_source;             // [slots]
   const int32_t* slot_k;                  // [slots] which of the token's top_k choices
-  int64_t slots;                          // total_rows
+  int64_t slots;                          // total_rows, or more with slot_count
+  IndexView slot_count;                   // [1] in the backend's memory; null data: slots says it all
   int64_t row_bytes;
   void* out;                              // null: weights only
   int64_t out_stride;                     // bytes
@@ -138,6 +139,7 @@ struct Route {
   int64_t* row_offsets = nullptr;        // [num_local_experts + 1]
   int64_t* scale_row_offsets = nullptr;  // [num_local_experts + 1]
   int64_t* totals = nullptr;             // [3] total_rows, dropped_rows, needed_rows
+  int64_t* history = nullptr;            // [2] over all calls: dropped rows are added, needed_rows is the largest
   int64_t* slot_source = nullptr;        // [total_rows]
   int32_t* slot_k = nullptr;             // [total_rows]
   int32_t* slot_expert = nullptr;        // [total_rows]
@@ -184,11 +186,17 @@ class Backend {
   // rows rows of row_bytes bytes from one place of the backend's memory to another.
   virtual Status copy_rows(void* to, int64_t to_stride, const void* from, int64_t from_stride, int64_t row_bytes,
                            int64_t rows, nvte_ep_stream_t stream) = 0;
+  // The first min(items, *count) items of words_per_item 32-bit words each.
+  virtual Status copy_words(void* to, const void* from, int64_t words_per_item, int64_t items, const IndexView& count,
+                            nvte_ep_stream_t stream) = 0;
   // counts [n] int64 to a caller's tensor, int32 or int64.
   virtual Status write_index(const TensorView& out, const int64_t* counts, nvte_ep_stream_t stream) = 0;
 
   // Runs function while the backend's device is the current one.
   virtual Status with_device(const std::function<Status()>& function) = 0;
+  // True where the stream is recording a graph; idle: where all that was enqueued is done.
+  virtual Status is_capturing(nvte_ep_stream_t stream, bool* capturing) = 0;
+  virtual Status is_idle(nvte_ep_stream_t stream, bool* idle) = 0;
   // Memory, aligned to 256 bytes (zero at first on a device). Shared memory is written by the device and read by the host at any time.
   virtual Status allocate(int64_t bytes, void** pointer) = 0;
   virtual void release(void* pointer) = 0;

@@ -9,6 +9,7 @@ Status pack(Handle* handle, int32_t format, const DispatchCall& call, SendRows* 
   if (!call.is_apart && is_wire) {
     send->rows = call.tokens.data;
     send->row_stride = call.tokens.stride * dtype_bytes(call.tokens.dtype);
+    send->readable_rows = call.tokens.rows();
     return Status();
   }
   const int64_t tokens = call.is_apart ? call.apart.rows : call.tokens.rows();
@@ -16,6 +17,7 @@ Status pack(Handle* handle, int32_t format, const DispatchCall& call, SendRows* 
                                     handle->group().settings().hidden);
   send->rows = rows.payload;
   send->row_stride = send->row_bytes;
+  send->readable_rows = handle->group().settings().max_tokens_per_rank;
   if (tokens == 0) return Status();
   Backend* backend = handle->group().backend();
   return call.is_apart ? backend->assemble(format, call.apart, rows, call.options, stream)

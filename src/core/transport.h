@@ -78,6 +78,7 @@ struct RoutingView {
 struct SendRows {
   const void* rows = nullptr;  // [T]
   int64_t row_stride = 0;      // bytes
+  int64_t readable_rows = 0;   // T, or more where the memory behind is the handle's own
   int64_t row_bytes = 0;
   int32_t format = 0;
   bool backward = false;         // combine_backward

@@ -1,5 +1,6 @@
 // THE list of transports, in the order in which AUTO tries them.
 #include "core/transport.h"
+#include "transports/nccl.h"
 #include "transports/threads.h"
 
 namespace nvte_ep {
@@ -15,6 +16,7 @@ struct TransportRow {
 
 constexpr TransportRow kTransports[] = {
     {NVTE_EP_TRANSPORT_THREADS, "threads", probe_threads, create_threads, threads_memory},
+    {NVTE_EP_TRANSPORT_NCCL, "nccl", probe_nccl, create_nccl, nccl_memory},
 };
 
 struct MissingRow {
@@ -22,12 +24,10 @@ struct MissingRow {
   const char* name;
 };
 constexpr MissingRow kMissing[] = {
-    {NVTE_EP_TRANSPORT_PEER, "peer"}, {NVTE_EP_TRANSPORT_NCCL_EP, "nccl_ep"}, {NVTE_EP_TRANSPORT_NCCL, "nccl"}};
+    {NVTE_EP_TRANSPORT_PEER, "peer"}, {NVTE_EP_TRANSPORT_NCCL_EP, "nccl_ep"}};
 constexpr const char* kMissingReason = "not part of this release";
 
-Status check_kind(int32_t kind) {
-  if (kind == NVTE_EP_COMM_THREADS) return Status();
-  if (kind == NVTE_EP_COMM_NCCL) return unsupported("kind: NCCL communicators are ", kMissingReason);
+Status unknown_kind(int32_t kind) {
   return unsupported("kind: expected 1 (THREADS) or 2 (NCCL), got ", kind);
 }
 
@@ -52,18 +52,20 @@ Status select(const Communicator& comm, const GroupSettings& settings, int32_t t
 }  // namespace
 
 Status make_unique_id(int32_t kind, uint8_t* unique_id) {
-  NVTE_EP_TRY(check_kind(kind));
+  if (kind == NVTE_EP_COMM_NCCL) return make_nccl_id(unique_id);
+  if (kind != NVTE_EP_COMM_THREADS) return unknown_kind(kind);
   thread_world_id(unique_id);
   return Status();
 }
 
 Status create_communicator(const CommunicatorSettings& settings, std::unique_ptr<Communicator>* communicator) {
-  NVTE_EP_TRY(check_kind(settings.kind));
+  if (settings.kind == NVTE_EP_COMM_NCCL) return create_nccl_communicator(settings, communicator);
+  if (settings.kind != NVTE_EP_COMM_THREADS) return unknown_kind(settings.kind);
   return create_thread_communicator(settings.unique_id, settings.rank, settings.size, communicator);
 }
 
-Status borrow_nccl_communicator(void*, std::unique_ptr<Communicator>*) {
-  return unsupported("nccl_comm: NCCL communicators are ", kMissingReason);
+Status borrow_nccl_communicator(void* nccl_comm, std::unique_ptr<Communicator>* communicator) {
+  return split_nccl_communicator(nccl_comm, communicator);
 }
 
 Status create_transport(Communicator* comm, const GroupSettings& settings, int32_t transport, Backend* backend,

@@ -98,6 +98,23 @@ Status CudaBackend::reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t strea
   return on_device(stream, [&](const LaunchContext& c) { return launch_reduce_rows(reduce, c); });
 }
 
+Status CudaBackend::is_capturing(nvte_ep_stream_t stream, bool* capturing) {
+  return on_device(stream, [&](const LaunchContext&) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    NVTE_EP_TRY(cuda_status(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing"));
+    *capturing = status != cudaStreamCaptureStatusNone;
+    return Status();
+  });
+}
+
+Status CudaBackend::is_idle(nvte_ep_stream_t stream, bool* idle) {
+  return on_device(stream, [&](const LaunchContext&) {
+    const cudaError_t state = cudaStreamQuery(stream);
+    *idle = state == cudaSuccess;
+    return state == cudaErrorNotReady ? Status() : cuda_status(state, "cudaStreamQuery");
+  });
+}
+
 Status CudaBackend::with_device(const std::function<Status()>& function) {
   return on_device(nullptr, [&](const LaunchContext&) { return function(); });
 }
@@ -137,6 +154,14 @@ Status CudaBackend::copy_rows(void* to, int64_t to_stride, const void* from, int
   });
 }
 
+Status CudaBackend::copy_words(void* to, const void* from, int64_t words_per_item, int64_t items,
+                               const IndexView& count, nvte_ep_stream_t stream) {
+  if (items == 0) return Status();
+  return on_device(stream, [&](const LaunchContext& c) {
+    return launch_copy_words(to, from, words_per_item, items, count, c);
+  });
+}
+
 Status CudaBackend::write_index(const TensorView& out, const int64_t* counts, nvte_ep_stream_t stream) {
   return on_device(stream, [&](const LaunchContext& c) { return launch_write_index(out, counts, c); });
 }
@@ -146,8 +171,9 @@ Status CudaBackend::allocate(int64_t bytes, void** pointer) {
     const size_t size = static_cast<size_t>(std::max<int64_t>(bytes, 1));
     NVTE_EP_TRY(cuda_status(cudaMalloc(pointer, size), "cudaMalloc"));
     const cudaError_t zeroed = cudaMemset(*pointer, 0, size);
-    if (zeroed != cudaSuccess) (void)cudaFree(*pointer);
-    return cuda_status(zeroed, "cudaMemset");
+    const cudaError_t done = zeroed == cudaSuccess ? cudaStreamSynchronize(cudaStreamLegacy) : zeroed;
+    if (done != cudaSuccess) (void)cudaFree(*pointer);
+    return cuda_status(done, "cudaMemset");
   });
 }
 

@@ -28,6 +28,8 @@ class CudaBackend : public Backend {
   Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) override;
   Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values, const TensorView& out,
                         nvte_ep_stream_t stream) override;
+  Status is_capturing(nvte_ep_stream_t stream, bool* capturing) override;
+  Status is_idle(nvte_ep_stream_t stream, bool* idle) override;
   Status with_device(const std::function<Status()>& function) override;
   Status clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,
                        int64_t* faults, nvte_ep_stream_t stream) override;
@@ -35,6 +37,8 @@ class CudaBackend : public Backend {
   Status route(const Route& route, nvte_ep_stream_t stream) override;
   Status copy_rows(void* to, int64_t to_stride, const void* from, int64_t from_stride, int64_t row_bytes, int64_t rows,
                    nvte_ep_stream_t stream) override;
+  Status copy_words(void* to, const void* from, int64_t words_per_item, int64_t items, const IndexView& count,
+                    nvte_ep_stream_t stream) override;
   Status write_index(const TensorView& out, const int64_t* counts, nvte_ep_stream_t stream) override;
   Status allocate(int64_t bytes, void** pointer) override;
   void release(void* pointer) override;

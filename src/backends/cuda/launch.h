@@ -34,6 +34,8 @@ Status launch_gather_scalars(int32_t top_k, const SlotAddress* slots, const Rank
                              const TensorView& out, const LaunchContext& context);
 Status launch_clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,
                             int64_t* faults, const LaunchContext& context);
+Status launch_copy_words(void* to, const void* from, int64_t words_per_item, int64_t items, const IndexView& count,
+                         const LaunchContext& context);
 Status launch_write_index(const TensorView& out, const int64_t* counts, const LaunchContext& context);
 int64_t route_workspace_size(const Route& route);
 Status launch_route(const Route& route, const LaunchContext& context);

@@ -26,7 +26,13 @@ __device__ __forceinline__ int64_t slot_of(SlotAddress address) {
 __global__ void __launch_bounds__(kThreads, 4) gather_rows(const GatherRows g, int out_alignment) {
   constexpr int kWarps = kThreads / kWarp;
   constexpr int kDepth = 4;
-  for (int64_t slot = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id(); slot < g.slots;
+  int64_t slots = g.slots;
+  if (g.slot_count.data != nullptr) {
+    const int64_t count = g.slot_count.is_int64 ? *static_cast<const int64_t*>(g.slot_count.data)
+                                                : *static_cast<const int32_t*>(g.slot_count.data);
+    slots = count < slots ? count : slots;
+  }
+  for (int64_t slot = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id(); slot < slots;
        slot += static_cast<int64_t>(gridDim.x) * kWarps) {
     const int64_t source = g.slot_source[slot];
     const int64_t rank = source >> 32;

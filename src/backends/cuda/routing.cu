@@ -200,6 +200,10 @@ __global__ void __launch_bounds__(kOffsetThreads) offsets_kernel(Route r) {
       r.totals[1] = dropped;
       r.totals[2] = offset;
     }
+    if (r.history) {
+      r.history[0] += dropped;
+      r.history[1] = max(r.history[1], offset);
+    }
   }
 }
 
@@ -279,6 +283,17 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerBlock) assign_kernel(Route r) 
 
 namespace {
 
+__global__ void copy_words_kernel(uint32_t* to, const uint32_t* from, int64_t words_per_item, int64_t items,
+                                  IndexView count) {
+  const int64_t in_use = count.is_int64 ? *static_cast<const int64_t*>(count.data)
+                                        : *static_cast<const int32_t*>(count.data);
+  const int64_t words = min(items, in_use) * words_per_item;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    to[i] = from[i];
+  }
+}
+
 __global__ void write_index_kernel(void* out, bool is_int64, const int64_t* counts, int64_t n) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -290,6 +305,15 @@ __global__ void write_index_kernel(void* out, bool is_int64, const int64_t* coun
 }
 
 }  // namespace
+
+Status launch_copy_words(void* to, const void* from, int64_t words_per_item, int64_t items, const IndexView& count,
+                         const LaunchContext& context) {
+  LaunchShape shape;
+  shape.threads = 256;
+  shape.blocks = std::min<int64_t>((items * words_per_item + 255) / 256, 4 * context.sms);
+  return launch_kernel<copy_words_kernel>("copy_words", context, shape, static_cast<uint32_t*>(to),
+                                          static_cast<const uint32_t*>(from), words_per_item, items, count);
+}
 
 Status launch_write_index(const TensorView& out, const int64_t* counts, const LaunchContext& context) {
   if (out.rows() == 0) return Status();

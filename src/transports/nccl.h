@@ -1,0 +1,44 @@
+// `nccl`: grouped ncclSend and ncclRecv of packed rows. Any number of ranks, no run-time compiler.
+//
+// Fixed capacity: counts must be known to the host, so every rank sends max_tokens_per_rank rows to every rank, (R - 1) *
+// max_tokens_per_rank * row_bytes in each direction and R times that in receive memory; in return calls can be captured.
+// Eager: the host knows the routing, and only rows that are needed travel.
+#ifndef NVTE_EP_TRANSPORTS_NCCL_H_
+#define NVTE_EP_TRANSPORTS_NCCL_H_
+
+#include <memory>
+
+#include "core/transport.h"
+#include "transports/nccl_api.h"
+
+namespace nvte_ep {
+
+class NcclCommunicator : public Communicator {
+ public:
+  // Takes over comm.
+  NcclCommunicator(const nccl::Api& api, nccl::Comm comm, int32_t rank, int32_t size, int32_t device)
+      : Communicator(NVTE_EP_COMM_NCCL, rank, size), api_(api), comm_(comm), device_(device) {}
+  ~NcclCommunicator() override;
+  const nccl::Api& api() const { return api_; }
+  nccl::Comm comm() const { return comm_; }
+  int32_t device() const { return device_; }
+
+ private:
+  const nccl::Api& api_;
+  nccl::Comm comm_;
+  int32_t device_;
+};
+
+Status make_nccl_id(uint8_t* unique_id);
+Status create_nccl_communicator(const CommunicatorSettings& settings, std::unique_ptr<Communicator>* communicator);
+Status split_nccl_communicator(void* nccl_comm, std::unique_ptr<Communicator>* communicator);
+
+Status probe_nccl(const Communicator& comm, const GroupSettings& settings);
+Status create_nccl(Communicator* comm, const GroupSettings& settings, Backend* backend,
+                   std::unique_ptr<GroupTransport>* group);
+void nccl_memory(const Communicator& comm, const GroupSettings& settings, int64_t* group_bytes, int64_t* exchange_bytes,
+                 int64_t* handle_bytes);
+
+}  // namespace nvte_ep
+
+#endif  // NVTE_EP_TRANSPORTS_NCCL_H_
