@@ -81,16 +81,17 @@ constexpr SlotAddress slot_address(int32_t rank, int64_t slot) {
 // One array of every rank: given rank by rank, or (pointers null) as one block with a fixed distance between the ranks.
 struct RankArrays {
   const void* const* pointers = nullptr;  // [ranks] first row of each rank; a null entry: none
-  const int64_t* strides = nullptr;       // [ranks] bytes from row to row
+  const int64_t* strides = nullptr;       // [ranks] bytes from row to row; null: row_stride for all
   const void* block = nullptr;
   int64_t rank_stride = 0;  // bytes
   int64_t row_stride = 0;   // bytes
+  int64_t offset = 0;       // bytes from a rank's pointer to its first row
 
   NVTE_EP_HD const uint8_t* row(int64_t rank, int64_t i) const {
     const uint8_t* first = pointers ? static_cast<const uint8_t*>(pointers[rank])
                            : block  ? static_cast<const uint8_t*>(block) + rank * rank_stride
                                     : nullptr;
-    return first ? first + i * (pointers ? strides[rank] : row_stride) : nullptr;
+    return first ? first + offset + i * (strides ? strides[rank] : row_stride) : nullptr;
   }
   NVTE_EP_HD const float* floats(int64_t rank, int64_t i) const { return reinterpret_cast<const float*>(row(rank, i)); }
 };

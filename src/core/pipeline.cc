@@ -13,7 +13,9 @@ Status pack(Handle* handle, int32_t format, const DispatchCall& call, SendRows* 
     return Status();
   }
   const int64_t tokens = call.is_apart ? call.apart.rows : call.tokens.rows();
-  const RowsView rows = packed_rows(format, handle->send_rows().data(), send->row_bytes, tokens,
+  void* memory = nullptr;
+  NVTE_EP_TRY(handle->transport().send_memory(&memory, stream));
+  const RowsView rows = packed_rows(format, memory ? memory : handle->send_rows().data(), send->row_bytes, tokens,
                                     handle->group().settings().hidden);
   send->rows = rows.payload;
   send->row_stride = send->row_bytes;

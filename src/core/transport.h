@@ -115,6 +115,11 @@ struct Finding {
 class HandleTransport {
  public:
   virtual ~HandleTransport() = default;
+  // Where packed rows of the next send_rows are best written, max_tokens_per_rank of them; null: anywhere.
+  virtual Status send_memory(void** memory, nvte_ep_stream_t) {
+    *memory = nullptr;
+    return Status();
+  }
   virtual Status prepare(const PrepareCall& call, nvte_ep_stream_t stream) = 0;
   virtual bool prepared() const = 0;
   virtual RoutingView routing() const = 0;

@@ -1,0 +1,573 @@
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "transports/device_buffer.h"
+#include "transports/device_exchange.h"
+
+// The routing and the steps of every transport of device memory: clean, exchange, route; share rows, gather them into slots;
+// sum slots by source, give them back, sum the ranks. How items travel is the exchange's part.
+namespace nvte_ep {
+namespace {
+
+class DeviceHandle;
+
+// What the group and its handles share on one rank.
+struct Member {
+  std::unique_ptr<DeviceExchange> exchange;
+  GroupSettings settings;
+  Backend* backend = nullptr;
+  int32_t rank = 0;
+  int32_t size = 0;
+  std::mutex handles_mutex;
+  std::vector<DeviceHandle*> handles;
+
+  int32_t local_experts() const { return settings.num_experts / size; }
+  Status check_alive() const {
+    int32_t rank_ignored;
+    return exchange->failure(&rank_ignored);
+  }
+};
+
+// What a handle's kernels tell the host, at any time: sums over all calls.
+struct Report {
+  int64_t out_of_range;
+  int64_t duplicates;
+  int64_t dropped_rows;
+  int64_t needed_rows;  // the largest need
+};
+constexpr int64_t kReportWords = 4;
+
+// How rows travel in one routing, and how received ones are found. The same items come back in combine, the other way.
+struct Plan {
+  ItemCounts rows;                       // dispatch: rows to and from each rank
+  const int64_t* send_tokens = nullptr;      // [rows.sent()] source of each row sent; null: every token to every rank
+  const int64_t* slot_source = nullptr;      // [slots] where a slot's row lies among those received
+  const SlotAddress* partials = nullptr;     // [rows.received(), top_k] slots of each received row
+  const SlotAddress* sums = nullptr;         // [T, ranks] where the partial rows of a token lie among those that come back
+  const SlotAddress* choices = nullptr;      // [T, top_k] the same for the value of each choice
+};
+
+class DeviceHandle : public HandleTransport {
+ public:
+  DeviceHandle(std::shared_ptr<Member> member, const HandleSettings& settings)
+      : member_(std::move(member)), settings_(settings) {}
+  ~DeviceHandle() override {
+    {
+      const std::lock_guard<std::mutex> lock(member_->handles_mutex);
+      auto& all = member_->handles;
+      all.erase(std::remove(all.begin(), all.end(), this), all.end());
+    }
+    if (report_ != nullptr) member_->backend->release_shared(report_);
+  }
+
+  Status allocate() {
+    const GroupSettings& g = member_->settings;
+    Backend* backend = member_->backend;
+    const int64_t experts = member_->local_experts();
+    const int64_t choices = g.max_tokens_per_rank * settings_.top_k;
+    Route& r = route_;
+    r.rank = member_->rank;
+    r.num_ranks = member_->size;
+    r.num_experts = g.num_experts;
+    r.top_k = settings_.top_k;
+    r.alignment = settings_.alignment;
+    r.capacity = g.eager() ? std::numeric_limits<int64_t>::max() : g.recv_capacity;
+    r.tokens = g.max_tokens_per_rank;
+    // Eager: no routing can need more.
+    const int64_t slots = g.eager() ? choices * member_->size + experts * (settings_.alignment - 1) : g.recv_capacity;
+
+    const auto pointer = [](auto** p) { return reinterpret_cast<void**>(p); };
+    const struct {
+      void** pointer;
+      int64_t bytes;
+    } parts[] = {{pointer(&clean_), choices * 4},
+                 {pointer(&all_), choices * 4 * member_->size},
+                 {pointer(&r.tokens_routed), experts * 8},
+                 {pointer(&r.tokens_per_expert), experts * 8},
+                 {pointer(&r.rows_per_expert), experts * 8},
+                 {pointer(&r.row_offsets), (experts + 1) * 8},
+                 {pointer(&r.scale_row_offsets), (experts + 1) * 8},
+                 {pointer(&r.totals), 3 * 8},
+                 {pointer(&counters_), kReportWords * 8},
+                 {pointer(&r.slot_source), slots * 8},
+                 {pointer(&r.slot_k), slots * 4},
+                 {pointer(&r.slot_expert), slots * 4},
+                 {pointer(&r.in_slots), choices * 8 * member_->size},
+                 {pointer(&r.rank_rows), g.max_tokens_per_rank * member_->size * 8},
+                 {pointer(&r.rank_choices), choices * 8},
+                 {&r.workspace, backend->route_workspace_bytes(r)}};
+    int64_t total = 0;
+    for (const auto& p : parts) total += round_up(p.bytes, kOperandPartAlignment);
+    NVTE_EP_TRY(memory_.reserve(backend, total));
+    int64_t at = 0;
+    for (const auto& p : parts) {
+      *p.pointer = memory_.as<uint8_t>() + at;
+      at += round_up(p.bytes, kOperandPartAlignment);
+    }
+    r.indices = all_;
+    r.history = counters_ + 2;
+    void* shared = nullptr;
+    NVTE_EP_TRY(backend->allocate_shared(kReportWords * 8, &shared));
+    report_ = static_cast<int64_t*>(shared);
+    const std::lock_guard<std::mutex> lock(member_->handles_mutex);
+    member_->handles.push_back(this);
+    return Status();
+  }
+
+  Status prepare(const PrepareCall& call, nvte_ep_stream_t stream) override {
+    NVTE_EP_TRY(member_->check_alive());
+    Backend* backend = member_->backend;
+    bool capturing = false;
+    NVTE_EP_TRY(backend->is_capturing(stream, &capturing));
+    if (capturing && (member_->settings.eager() || !agreed_)) {
+      return bad_state(member_->settings.eager() ? "stream: an eager group cannot be captured, its prepare waits"
+                                                 : "stream: a handle's first prepare checks the ranks' settings and "
+                                                   "waits: call it once before the capture");
+    }
+    prepared_ = false;
+    if (!agreed_) {
+      NVTE_EP_TRY(member_->exchange->agree("prepare",
+                                 {{"handle (the n-th of the group)", settings_.id},
+                                  {"top_k", settings_.top_k},
+                                  {"alignment", settings_.alignment},
+                                  {"dispatch", settings_.dispatch},
+                                  {"combine", settings_.combine},
+                                  {"dispatch_backward", settings_.dispatch_backward},
+                                  {"combine_backward", settings_.combine_backward}},
+                                 stream));
+      agreed_ = true;
+    }
+    tokens_ = call.topk_idx.rows();
+    const int64_t choices = route_.tokens * settings_.top_k;
+    NVTE_EP_TRY(backend->clean_indices(call.topk_idx, route_.num_experts, route_.tokens, clean_, counters_, stream));
+    NVTE_EP_TRY(member_->exchange->gather(clean_, all_, choices * 4, stream));
+    NVTE_EP_TRY(backend->route(route_, stream));
+    NVTE_EP_TRY(backend->write_index(shared_report(), counters_, stream));
+    NVTE_EP_TRY(member_->settings.eager() ? plan_eager(stream) : plan_fixed());
+    prepared_ = true;
+    return hand_out(call, stream);
+  }
+
+  bool prepared() const override { return prepared_; }
+
+  RoutingView routing() const override {
+    RoutingView view;
+    view.tokens = tokens_;
+    view.rows_per_expert = IndexView{route_.rows_per_expert, true};
+    view.total_rows = IndexView{route_.totals, true};
+    view.slot_source = route_.slot_source;
+    view.slots = slots_;
+    return view;
+  }
+
+  Status send_memory(void** memory, nvte_ep_stream_t stream) override {
+    *memory = nullptr;
+    NVTE_EP_TRY(member_->check_alive());
+    if (plan_.send_tokens != nullptr) return Status();  // listed items are gathered from anywhere
+    return member_->exchange->outbox(outbox_need(largest_row()), memory, stream);
+  }
+
+  Status send_rows(const SendRows& call, nvte_ep_stream_t stream) override {
+    NVTE_EP_TRY(member_->check_alive());
+    GatherRows gather{};
+    NVTE_EP_TRY(travel(call.rows, call.row_stride, call.readable_rows, call.row_bytes, &gather.rows, stream));
+    gather.slot_source = plan_.slot_source;
+    gather.slot_k = route_.slot_k;
+    gather.slots = slots_;
+    gather.slot_count = IndexView{route_.totals, true};
+    gather.row_bytes = call.row_bytes;
+    gather.out = call.out;
+    gather.out_stride = call.out_stride;
+    NVTE_EP_TRY(member_->backend->gather_rows(gather, stream));
+    if (call.backward) return Status();
+    // The weights travel in every forward dispatch: a rank cannot know whether a peer wants them.
+    const int64_t bytes = int64_t{settings_.top_k} * 4;
+    const bool given = call.weights.data != nullptr;
+    NVTE_EP_TRY(travel(call.weights.data, call.weights.stride * 4, given ? tokens_ : 0, bytes, &gather.weights, stream));
+    if (call.out_weights == nullptr) return Status();
+    gather.out = nullptr;
+    gather.out_weights = call.out_weights;
+    return member_->backend->gather_rows(gather, stream);
+  }
+
+  Status return_rows(const ReturnRows& call, nvte_ep_stream_t stream) override {
+    NVTE_EP_TRY(member_->check_alive());
+    Backend* backend = member_->backend;
+    const int64_t hidden = member_->settings.hidden;
+    const int64_t row_bytes = hidden * dtype_bytes(call.slots.dtype);
+    const int64_t partial_rows = plan_.rows.received();
+    void* partials = nullptr;
+    NVTE_EP_TRY(member_->exchange->outbox(outbox_need(row_bytes), &partials, stream));
+
+    // One partial row for each row that came, in the order in which they came.
+    ReduceRows reduce{};
+    reduce.num_ranks = 1;
+    reduce.top_k = settings_.top_k;
+    reduce.rows.block = call.slots.data;
+    reduce.rows.row_stride = call.slots.stride * dtype_bytes(call.slots.dtype);
+    reduce.weights.block = call.slot_weights;
+    reduce.weights.row_stride = 4;
+    reduce.slots = plan_.partials;
+    reduce.result =
+        TensorView{partials, call.slots.dtype, member_->settings.device, 2, {partial_rows, hidden}, hidden};
+    NVTE_EP_TRY(backend->reduce_rows(reduce, stream));
+    ReduceRows sum{};
+    NVTE_EP_TRY(give_back(partials, row_bytes, &sum.rows, stream));
+    sum.num_ranks = member_->size;
+    sum.top_k = member_->size;
+    sum.slots = plan_.sums;
+    sum.result = call.result;
+    sum.accumulate = call.accumulate;
+    NVTE_EP_TRY(backend->reduce_rows(sum, stream));
+    if (!call.backward) return Status();
+
+    // The gradients of the weights travel in every dispatch backward, as the weights did.
+    const int64_t bytes = int64_t{settings_.top_k} * 4;
+    NVTE_EP_TRY(member_->exchange->outbox(outbox_need(bytes), &partials, stream));
+    if (call.slot_scalars != nullptr) {
+      RankArrays values;
+      values.block = call.slot_scalars;
+      values.row_stride = 4;
+      const TensorView out{partials, DType::kFloat32, member_->settings.device, 2, {partial_rows, settings_.top_k},
+                           settings_.top_k};
+      NVTE_EP_TRY(backend->gather_scalars(settings_.top_k, plan_.partials, values, out, stream));
+    }
+    RankArrays values;
+    NVTE_EP_TRY(give_back(partials, bytes, &values, stream));
+    if (call.scalars.data == nullptr) return Status();
+    values.row_stride = 4;  // a choice, not a token's choices
+    return backend->gather_scalars(settings_.top_k, plan_.choices, values, call.scalars, stream);
+  }
+
+  // What is new since the last time.
+  Finding next_finding(bool report_overflow) {
+    const volatile int64_t* now = report_;
+    const Report seen = seen_;
+    seen_ = Report{now[0], now[1], now[2], now[3]};
+    Finding finding;
+    finding.rank = member_->rank;
+    finding.handle_id = settings_.id;
+    finding.count = seen_.out_of_range + seen_.duplicates - seen.out_of_range - seen.duplicates;
+    if (finding.count > 0) {
+      seen_.dropped_rows = seen.dropped_rows;  // one at a time
+      finding.status = NVTE_EP_STATUS_INVALID_ARGUMENT;
+      return finding;
+    }
+    finding.count = seen_.dropped_rows - seen.dropped_rows;
+    if (finding.count > 0 && report_overflow) {
+      finding.status = NVTE_EP_STATUS_OVERFLOW;
+      finding.needed_rows = seen_.needed_rows;
+      return finding;
+    }
+    return Finding();
+  }
+
+ private:
+  TensorView shared_report() const {
+    return TensorView{report_, DType::kInt64, member_->settings.device, 1, {kReportWords, 1}, 1};
+  }
+
+  int64_t largest_row() const {
+    int64_t bytes = 0;
+    for (int32_t format : {settings_.dispatch, settings_.combine_backward}) {
+      bytes = std::max(bytes, row_layout(*find_format(format), member_->settings.hidden).row_bytes);
+    }
+    return bytes;
+  }
+
+  // Fixed capacity has its outbox from the group's creation on.
+  int64_t outbox_need(int64_t item_bytes) const {
+    if (!member_->settings.eager()) return 0;
+    return std::max({plan_.rows.sent(), plan_.rows.received(), route_.tokens}) * item_bytes;
+  }
+
+  const ItemCounts* listed(const ItemCounts& counts) const { return plan_.send_tokens != nullptr ? &counts : nullptr; }
+
+  // Items of this rank's tokens to the ranks that need them. tokens: how many may be read.
+  Status travel(const void* items, int64_t stride, int64_t readable, int64_t bytes, RankArrays* received,
+                nvte_ep_stream_t stream) {
+    Backend* backend = member_->backend;
+    DeviceExchange& exchange = *member_->exchange;
+    void* outbox = nullptr;
+    NVTE_EP_TRY(exchange.outbox(outbox_need(bytes), &outbox, stream));
+    const bool usable = readable >= route_.tokens && stride == bytes && exchange.may_read_elsewhere();
+    if (plan_.send_tokens != nullptr) {
+      if (items != nullptr) {
+        GatherRows gather{};
+        gather.rows.block = items;
+        gather.rows.row_stride = stride;
+        gather.slot_source = plan_.send_tokens;
+        gather.slots = plan_.rows.sent();
+        gather.row_bytes = bytes;
+        gather.out = outbox;
+        gather.out_stride = bytes;
+        NVTE_EP_TRY(backend->gather_rows(gather, stream));
+      }
+    } else if (items != outbox && !usable && items != nullptr) {
+      NVTE_EP_TRY(backend->copy_rows(outbox, bytes, items, stride, bytes, std::min(readable, tokens_), stream));
+    }
+    return exchange.share(usable && plan_.send_tokens == nullptr ? items : outbox, route_.tokens, bytes,
+                          listed(plan_.rows), received, stream);
+  }
+
+  Status give_back(const void* items, int64_t bytes, RankArrays* received, nvte_ep_stream_t stream) {
+    const ItemCounts counts = plan_.rows.back();
+    return member_->exchange->give_back(items, route_.tokens, bytes, listed(counts), received, stream);
+  }
+
+  Status plan_fixed() {
+    slots_ = member_->settings.recv_capacity;
+    plan_ = Plan();
+    plan_.rows.send.assign(static_cast<size_t>(member_->size), route_.tokens);
+    plan_.rows.receive = plan_.rows.send;
+    plan_.slot_source = route_.slot_source;
+    plan_.partials = route_.in_slots;
+    plan_.sums = route_.rank_rows;
+    plan_.choices = route_.rank_choices;
+    return Status();
+  }
+
+  // Eager: the host learns the number of slots, and where the exchange can use it, what exactly has to travel.
+  Status plan_eager(nvte_ep_stream_t stream) {
+    NVTE_EP_TRY(member_->exchange->wait("prepare", stream));
+    NVTE_EP_TRY(plan_fixed());
+    int64_t totals[3];
+    NVTE_EP_TRY(member_->backend->download(totals, route_.totals, sizeof(totals), stream));
+    slots_ = totals[0];
+    return member_->exchange->exact_counts() ? plan_exact(stream) : Status();
+  }
+
+  // The host reads the routing and lists what has to travel.
+  Status plan_exact(nvte_ep_stream_t stream) {
+    Backend* backend = member_->backend;
+    const size_t ranks = static_cast<size_t>(member_->size);
+    const int64_t top_k = settings_.top_k;
+    const int64_t choices = route_.tokens * top_k;
+    std::vector<SlotAddress> in_slots(static_cast<size_t>(choices) * ranks), own(static_cast<size_t>(choices));
+    std::vector<SlotAddress> sums(static_cast<size_t>(route_.tokens) * ranks);
+    std::vector<int64_t> slot_source(static_cast<size_t>(slots_));
+    NVTE_EP_TRY(backend->download(in_slots.data(), route_.in_slots, choices * 8 * member_->size, stream));
+    NVTE_EP_TRY(backend->download(own.data(), route_.rank_choices, choices * 8, stream));
+    NVTE_EP_TRY(backend->download(sums.data(), route_.rank_rows, route_.tokens * 8 * member_->size, stream));
+    NVTE_EP_TRY(backend->download(slot_source.data(), route_.slot_source, slots_ * 8, stream));
+
+    plan_ = Plan();
+    plan_.rows.send.assign(ranks, 0);
+    plan_.rows.receive.assign(ranks, 0);
+    std::vector<int64_t> send_tokens;
+    for (size_t r = 0; r < ranks; ++r) {
+      for (int64_t t = 0; t < tokens_; ++t) {
+        SlotAddress& address = sums[static_cast<size_t>(t) * ranks + r];
+        if (address < 0) continue;
+        address = static_cast<int64_t>(send_tokens.size());
+        send_tokens.push_back(t);
+        ++plan_.rows.send[r];
+      }
+    }
+    for (int64_t i = 0; i < choices; ++i) {
+      SlotAddress& address = own[static_cast<size_t>(i)];
+      if (address < 0) continue;
+      const size_t rank = static_cast<size_t>(address >> kSlotBits);
+      address = sums[static_cast<size_t>(i / top_k) * ranks + rank] * top_k + i % top_k;
+    }
+    std::vector<SlotAddress> partials;
+    std::vector<int64_t> place(static_cast<size_t>(route_.tokens) * ranks, -1);
+    int64_t received = 0;
+    for (size_t r = 0; r < ranks; ++r) {
+      for (int64_t t = 0; t < route_.tokens; ++t) {
+        const SlotAddress* slots = in_slots.data() + static_cast<int64_t>(r) * choices + t * top_k;
+        if (std::all_of(slots, slots + top_k, [](SlotAddress a) { return a < 0; })) continue;
+        partials.insert(partials.end(), slots, slots + top_k);
+        place[r * static_cast<size_t>(route_.tokens) + static_cast<size_t>(t)] = received++;
+        ++plan_.rows.receive[r];
+      }
+    }
+    for (int64_t& source : slot_source) {
+      if (source >= 0) {
+        source = place[static_cast<size_t>(source >> 32) * static_cast<size_t>(route_.tokens) +
+                       static_cast<size_t>(source & 0xFFFFFFFF)];
+      }
+    }
+    const struct {
+      DeviceBuffer& buffer;
+      const std::vector<int64_t>& values;
+      const int64_t** pointer;
+    } lists[] = {{lists_[0], send_tokens, &plan_.send_tokens},
+                 {lists_[1], slot_source, &plan_.slot_source},
+                 {lists_[2], partials, &plan_.partials},
+                 {lists_[3], sums, &plan_.sums},
+                 {lists_[4], own, &plan_.choices}};
+    for (const auto& list : lists) {
+      const int64_t bytes = static_cast<int64_t>(list.values.size()) * 8;
+      NVTE_EP_TRY(list.buffer.reserve(backend, std::max<int64_t>(bytes, 8)));
+      if (bytes > 0) NVTE_EP_TRY(backend->upload(list.buffer.as<void>(), list.values.data(), bytes, stream));
+      *list.pointer = list.buffer.as<int64_t>();
+    }
+    return Status();
+  }
+
+  Status hand_out(const PrepareCall& call, nvte_ep_stream_t stream) {
+    Backend* backend = member_->backend;
+    const struct {
+      const TensorView& out;
+      const int64_t* counts;
+    } outputs[] = {{call.tokens_routed, route_.tokens_routed},     {call.tokens_per_expert, route_.tokens_per_expert},
+                   {call.rows_per_expert, route_.rows_per_expert}, {call.row_offsets, route_.row_offsets},
+                   {call.scale_row_offsets, route_.scale_row_offsets},
+                   {call.total_rows, route_.totals},               {call.dropped_rows, route_.totals + 1}};
+    for (const auto& o : outputs) {
+      if (o.out.data != nullptr) NVTE_EP_TRY(backend->write_index(o.out, o.counts, stream));
+    }
+    if (call.total_rows_host != nullptr) *call.total_rows_host = slots_;
+    const struct {
+      const char* name;
+      const TensorView& out;
+      const void* slots;
+    } maps[] = {{"slot_source", call.slot_source, route_.slot_source}, {"slot_expert", call.slot_expert, route_.slot_expert}};
+    for (const auto& m : maps) {
+      if (m.out.data == nullptr) continue;
+      if (m.out.size() < slots_) {
+        return invalid_argument(m.name, ": expected at least ", slots_, " slots, got ", m.out.size());
+      }
+      NVTE_EP_TRY(backend->copy_words(m.out.data, m.slots, dtype_bytes(m.out.dtype) / 4, slots_,
+                                      IndexView{route_.totals, true}, stream));
+    }
+    return Status();
+  }
+
+  std::shared_ptr<Member> member_;
+  HandleSettings settings_;
+  DeviceBuffer memory_;
+  DeviceBuffer lists_[5];
+  Route route_;
+  Plan plan_;
+  int32_t* clean_ = nullptr;
+  int32_t* all_ = nullptr;
+  int64_t* counters_ = nullptr;  // a Report on the device
+  int64_t* report_ = nullptr;    // the host's view of it
+  Report seen_{};
+  int64_t tokens_ = 0;
+  int64_t slots_ = 0;
+  bool agreed_ = false;
+  bool prepared_ = false;
+};
+
+class DeviceGroup : public GroupTransport {
+ public:
+  DeviceGroup(const char* name, std::shared_ptr<Member> member) : name_(name), member_(std::move(member)) {}
+  ~DeviceGroup() override {
+    close();
+    for (const auto& block : symmetric_) member_->backend->release(const_cast<uint8_t*>(block.first));
+  }
+
+  Capabilities capabilities() const override { return {name_, true, true, false}; }
+
+  Status create_handle(const HandleSettings& settings, std::unique_ptr<HandleTransport>* handle) override {
+    auto created = std::make_unique<DeviceHandle>(member_, settings);
+    NVTE_EP_TRY(created->allocate());
+    *handle = std::move(created);
+    return Status();
+  }
+
+  // Nothing that a caller owns is read by peers in place, and zero_copy is refused at creation: plain memory.
+  Status mem_alloc(int64_t bytes, void** pointer) override {
+    NVTE_EP_TRY(member_->check_alive());
+    void* block = nullptr;
+    NVTE_EP_TRY(member_->backend->allocate(bytes, &block));
+    const Status met = member_->exchange->agree("mem_alloc", {{"bytes", bytes}}, nullptr);
+    if (!met.ok()) {
+      member_->backend->release(block);
+      return met;
+    }
+    symmetric_[static_cast<uint8_t*>(block)] = bytes;
+    *pointer = block;
+    return Status();
+  }
+  Status mem_free(void* pointer) override {
+    const auto found = symmetric_.find(static_cast<uint8_t*>(pointer));
+    if (found == symmetric_.end()) return invalid_argument("pointer: expected one from mem_alloc of this group, got ", pointer);
+    NVTE_EP_TRY(member_->exchange->agree("mem_free", {{"bytes", found->second}}, nullptr));
+    member_->backend->release(pointer);
+    symmetric_.erase(found);
+    return Status();
+  }
+  bool is_symmetric(const void* pointer, int64_t bytes) const override {
+    const uint8_t* p = static_cast<const uint8_t*>(pointer);
+    auto it = symmetric_.upper_bound(p);
+    if (it == symmetric_.begin()) return false;
+    --it;
+    return p + bytes <= it->first + it->second;
+  }
+
+  Finding poll() override {
+    Finding finding;
+    const Status failed = member_->exchange->failure(&finding.rank);
+    if (!failed.ok()) {
+      finding.status = failed.code();
+      return finding;
+    }
+    const std::lock_guard<std::mutex> lock(member_->handles_mutex);
+    for (DeviceHandle* handle : member_->handles) {
+      finding = handle->next_finding(!member_->settings.drop_on_overflow);
+      if (finding.status != NVTE_EP_STATUS_OK) return finding;
+    }
+    return Finding();
+  }
+
+  void abort() override { member_->exchange->abort(text("rank ", member_->rank, " aborted the group")); }
+
+  void close() override {
+    if (closed_) return;
+    closed_ = true;
+    member_->exchange->close();
+  }
+
+ private:
+  const char* name_;
+  std::shared_ptr<Member> member_;
+  std::map<const uint8_t*, int64_t> symmetric_;
+  bool closed_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<GroupTransport> make_device_group(const char* name, const GroupSettings& settings, Backend* backend,
+                                                  int32_t rank, int32_t size, std::unique_ptr<DeviceExchange> exchange) {
+  auto member = std::make_shared<Member>();
+  member->exchange = std::move(exchange);
+  member->settings = settings;
+  member->backend = backend;
+  member->rank = rank;
+  member->size = size;
+  return std::make_unique<DeviceGroup>(name, std::move(member));
+}
+
+std::vector<Agreed> group_agreement(const GroupSettings& settings) {
+  return {{"num_experts", settings.num_experts},
+          {"hidden", settings.hidden},
+          {"max_tokens_per_rank", settings.max_tokens_per_rank},
+          {"max_top_k", settings.max_top_k},
+          {"recv_capacity", settings.recv_capacity},
+          {"overflow", settings.drop_on_overflow},
+          {"zero_copy", settings.zero_copy}};
+}
+
+int64_t outbox_bytes(const GroupSettings& settings, int32_t size) {
+  // Partial sums in FP32 for every token of every rank; a token's choices.
+  return settings.max_tokens_per_rank * size * std::max(settings.hidden * 4, int64_t{settings.max_top_k} * 4);
+}
+
+int64_t device_handle_bytes(const GroupSettings& settings, int32_t size) {
+  const int64_t choices = settings.max_tokens_per_rank * settings.max_top_k;
+  const int64_t local = settings.num_experts / size;
+  const int64_t slots = settings.eager() ? choices * size + local * 127 : settings.recv_capacity;
+  return choices * (4 + 8) * (size + 1) + settings.max_tokens_per_rank * size * 8 + slots * 16 + local * 40;
+}
+
+}  // namespace nvte_ep
