@@ -193,6 +193,9 @@ class Backend {
   // counts [n] int64 to a caller's tensor, int32 or int64.
   virtual Status write_index(const TensorView& out, const int64_t* counts, nvte_ep_stream_t stream) = 0;
 
+  // Makes all kernels ready, so that none is loaded while another one waits for it.
+  virtual Status preload() = 0;
+  virtual int32_t num_sms() const = 0;
   // Runs function while the backend's device is the current one.
   virtual Status with_device(const std::function<Status()>& function) = 0;
   // True where the stream is recording a graph; idle: where all that was enqueued is done.

@@ -1,6 +1,9 @@
 // THE list of transports, in the order in which AUTO tries them.
 #include "core/transport.h"
 #include "transports/nccl.h"
+#if defined(NVTE_EP_WITH_CUDA)
+#include "transports/peer.h"
+#endif
 #include "transports/threads.h"
 
 namespace nvte_ep {
@@ -16,6 +19,9 @@ struct TransportRow {
 
 constexpr TransportRow kTransports[] = {
     {NVTE_EP_TRANSPORT_THREADS, "threads", probe_threads, create_threads, threads_memory},
+#if defined(NVTE_EP_WITH_CUDA)
+    {NVTE_EP_TRANSPORT_PEER, "peer", probe_peer, create_peer, peer_memory},
+#endif
     {NVTE_EP_TRANSPORT_NCCL, "nccl", probe_nccl, create_nccl, nccl_memory},
 };
 
@@ -24,7 +30,10 @@ struct MissingRow {
   const char* name;
 };
 constexpr MissingRow kMissing[] = {
-    {NVTE_EP_TRANSPORT_PEER, "peer"}, {NVTE_EP_TRANSPORT_NCCL_EP, "nccl_ep"}};
+#if !defined(NVTE_EP_WITH_CUDA)
+    {NVTE_EP_TRANSPORT_PEER, "peer"},
+#endif
+    {NVTE_EP_TRANSPORT_NCCL_EP, "nccl_ep"}};
 constexpr const char* kMissingReason = "not part of this release";
 
 Status unknown_kind(int32_t kind) {

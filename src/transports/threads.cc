@@ -443,6 +443,10 @@ class ThreadGroup : public GroupTransport {
 
 }  // namespace
 
+std::shared_ptr<Rendezvous> next_rendezvous(Communicator* comm) {
+  return static_cast<ThreadCommunicator*>(comm)->next_rendezvous();
+}
+
 void thread_world_id(uint8_t* id) {
   static std::atomic<uint64_t> counter{0};
   static const uint64_t salt = (static_cast<uint64_t>(std::random_device{}()) << 32) | std::random_device{}();
@@ -487,7 +491,7 @@ Status probe_threads(const Communicator& comm, const GroupSettings& settings) {
 Status create_threads(Communicator* comm, const GroupSettings& settings, Backend* backend,
                       std::unique_ptr<GroupTransport>* group) {
   auto member = std::make_shared<Member>();
-  member->rendezvous = static_cast<ThreadCommunicator*>(comm)->next_rendezvous();
+  member->rendezvous = next_rendezvous(comm);
   member->settings = settings;
   member->backend = backend;
   member->rank = comm->rank();

@@ -9,10 +9,14 @@
 
 namespace nvte_ep {
 
+class Rendezvous;
+
 // id names a world of ranks within this process (see thread_world_id); null with one rank.
 Status create_thread_communicator(const uint8_t* id, int32_t rank, int32_t size,
                                   std::unique_ptr<Communicator>* communicator);
 void thread_world_id(uint8_t* id);
+// Where the ranks of comm, a communicator of kind THREADS, meet for their next group.
+std::shared_ptr<Rendezvous> next_rendezvous(Communicator* comm);
 
 Status probe_threads(const Communicator& comm, const GroupSettings& settings);
 Status create_threads(Communicator* comm, const GroupSettings& settings, Backend* backend,

@@ -98,6 +98,16 @@ Status CudaBackend::reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t strea
   return on_device(stream, [&](const LaunchContext& c) { return launch_reduce_rows(reduce, c); });
 }
 
+Status CudaBackend::preload() {
+  return on_device(nullptr, [&](const LaunchContext&) {
+    for (const void* kernel : known_kernels()) {
+      cudaFuncAttributes attributes;
+      NVTE_EP_TRY(cuda_status(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes"));
+    }
+    return Status();
+  });
+}
+
 Status CudaBackend::is_capturing(nvte_ep_stream_t stream, bool* capturing) {
   return on_device(stream, [&](const LaunchContext&) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

@@ -9,6 +9,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 #include "backends/cuda/launch.h"
 #include "core/status.h"
@@ -54,9 +55,22 @@ inline int64_t resident_blocks(const LaunchContext& context, const LaunchShape& 
   return static_cast<int64_t>(context.sms) * std::max(1, std::min({by_threads, by_registers, by_shared, 32}));
 }
 
+// Every kernel that launch_kernel can launch, collected before main.
+inline std::vector<const void*>& known_kernels() {
+  static std::vector<const void*> kernels;
+  return kernels;
+}
+template <auto kKernel>
+struct KnownKernel {
+  static const bool kKnown;
+};
+template <auto kKernel>
+const bool KnownKernel<kKernel>::kKnown = (known_kernels().push_back(reinterpret_cast<const void*>(kKernel)), true);
+
 template <auto kKernel, typename... Arguments>
 Status launch_kernel(const char* what, const LaunchContext& context, const LaunchShape& shape,
                      const Arguments&... arguments) {
+  (void)KnownKernel<kKernel>::kKnown;
   int registers;
   NVTE_EP_TRY(prepare_kernel<kKernel>(context, &registers));
   cudaLaunchConfig_t config = {};
