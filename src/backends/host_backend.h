@@ -25,6 +25,7 @@ class HostBackend : public Backend {
   Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) override;
   Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values, const TensorView& out,
                         nvte_ep_stream_t stream) override;
+  Status synchronize() override { return Status(); }
   Status preload() override { return Status(); }
   int32_t num_sms() const override { return 1; }
   Status is_capturing(nvte_ep_stream_t, bool* capturing) override {

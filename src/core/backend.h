@@ -200,6 +200,7 @@ class Backend {
   virtual Status with_device(const std::function<Status()>& function) = 0;
   // True where the stream is recording a graph; idle: where all that was enqueued is done.
   virtual Status is_capturing(nvte_ep_stream_t stream, bool* capturing) = 0;
+  virtual Status synchronize() = 0;  // all work on the device
   virtual Status is_idle(nvte_ep_stream_t stream, bool* idle) = 0;
   // Memory, aligned to 256 bytes (zero at first on a device). Shared memory is written by the device and read by the host at any time.
   virtual Status allocate(int64_t bytes, void** pointer) = 0;

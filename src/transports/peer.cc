@@ -27,7 +27,7 @@ class PeerExchange : public DeviceExchange {
       : settings_(settings), backend_(backend), rendezvous_(std::move(rendezvous)), rank_(rank), size_(size) {}
   ~PeerExchange() override {
     close();
-    if (shared_ != nullptr) backend_->release_shared(shared_);
+    if (report_ != nullptr) backend_->release_shared(report_);
   }
 
   Status open() {
@@ -36,7 +36,15 @@ class PeerExchange : public DeviceExchange {
     index_offset_ = kFlagBytes;
     outbox_offset_ = index_offset_ + round_up(settings_.max_tokens_per_rank * settings_.max_top_k * 4, 256);
     NVTE_EP_TRY(pool_.reserve(backend_, outbox_offset_ + outbox));
-    NVTE_EP_TRY(backend_->allocate_shared(sizeof(Shared), &shared_));
+    NVTE_EP_TRY(backend_->allocate_shared(sizeof(MeetingReport), &report_));
+    NVTE_EP_TRY(rendezvous_->common(
+        [&](std::shared_ptr<void>* word) -> Status {
+          void* memory = nullptr;
+          NVTE_EP_TRY(backend_->allocate_shared(sizeof(int32_t), &memory));
+          *word = std::shared_ptr<void>(memory, [backend = backend_](void* p) { backend->release_shared(p); });
+          return Status();
+        },
+        &abort_));
     NVTE_EP_TRY(backend_->with_device([] { return load_peer_kernels(); }));
     NVTE_EP_TRY(backend_->preload());
 
@@ -46,7 +54,6 @@ class PeerExchange : public DeviceExchange {
     for (const Agreed& a : group_agreement(settings_)) mine.agree_on(a.name, a.value);
     mine.rows = pool_.as<void>();
     mine.row_stride = settings_.device.id;
-    mine.scalars = static_cast<const float*>(shared_);
     std::vector<const void*> pointers(static_cast<size_t>(3 * size_));
     return rendezvous_->exchange(rank_, mine, settings_.timeout_ns, [&](const std::vector<Publication>& all) -> Status {
       for (int32_t r = 0; r < size_; ++r) {
@@ -57,7 +64,6 @@ class PeerExchange : public DeviceExchange {
         pointers[static_cast<size_t>(r)] = pool;
         pointers[static_cast<size_t>(size_ + r)] = pool + index_offset_;
         pointers[static_cast<size_t>(2 * size_ + r)] = pool + outbox_offset_;
-        peers_.push_back(reinterpret_cast<Shared*>(const_cast<float*>(p.scalars)));
       }
       NVTE_EP_TRY(pointers_.reserve(backend_, 3 * size_ * 8));
       return backend_->upload(pointers_.as<void>(), pointers.data(), 3 * size_ * 8, nullptr);
@@ -114,11 +120,11 @@ class PeerExchange : public DeviceExchange {
 
   Status failure(int32_t* rank) override {
     *rank = -1;
-    if (shared_ == nullptr) return Status();
-    const volatile MeetingReport& report = shared()->report;
+    if (report_ == nullptr || abort_ == nullptr) return Status();
+    const volatile MeetingReport& report = *static_cast<const MeetingReport*>(report_);
     const int32_t status = report.status;
     if (status == 0) {
-      const int32_t ended = *static_cast<volatile int32_t*>(&shared()->abort);
+      const int32_t ended = *abort_word();
       if (ended != 0) {
         *rank = ended - 1;
         return Status(NVTE_EP_STATUS_PEER_FAILED, text("rank ", *rank, " ended the group"));
@@ -134,23 +140,23 @@ class PeerExchange : public DeviceExchange {
   }
 
   void abort(const std::string&) override {
-    // Every rank's device looks at its own word; the words live as long as any rank's exchange, see keep_alive_.
-    for (Shared* peer : peers_) *static_cast<volatile int32_t*>(&peer->abort) = rank_ + 1;
+    *abort_word() = rank_ + 1;  // every rank's meetings look at it
     rendezvous_->abort(rank_);
   }
 
   void close() override {
     if (closed_) return;
     closed_ = true;
+    // Peers may still read this rank's pool: it goes when all have come here.
+    int32_t ignored;
+    if (pointers_.as<void>() != nullptr && failure(&ignored).ok() && backend_->synchronize().ok()) {
+      (void)agree("group_destroy", {}, nullptr);
+    }
     rendezvous_->leave(rank_);
   }
 
  private:
-  struct Shared {
-    MeetingReport report;
-    int32_t abort;
-  };
-  Shared* shared() const { return static_cast<Shared*>(shared_); }
+  volatile int32_t* abort_word() const { return static_cast<volatile int32_t*>(abort_.get()); }
 
   Status meet(nvte_ep_stream_t stream) {
     Meeting m;
@@ -159,8 +165,8 @@ class PeerExchange : public DeviceExchange {
     m.arrivals = pointers_.as<uint32_t*>();
     m.epoch = reinterpret_cast<uint32_t*>(pool_.as<uint8_t>() + kFlagBytes) - 1;
     m.timeout_ns = settings_.timeout_ns;
-    m.report = &shared()->report;
-    m.abort = &shared()->abort;
+    m.report = static_cast<MeetingReport*>(report_);
+    m.abort = static_cast<const int32_t*>(abort_.get());
     return backend_->with_device([&] { return launch_meet(m, stream); });
   }
 
@@ -182,8 +188,8 @@ class PeerExchange : public DeviceExchange {
   DeviceBuffer pool_, pointers_;
   int64_t index_offset_ = 0;
   int64_t outbox_offset_ = 0;
-  void* shared_ = nullptr;
-  std::vector<Shared*> peers_;
+  void* report_ = nullptr;         // a MeetingReport that the device writes
+  std::shared_ptr<void> abort_;    // one word for the group
   bool open_ = false;    // the outbox may be written
   bool closed_ = false;
 };

@@ -16,6 +16,13 @@ void Rendezvous::fail(nvte_ep_status_t code, int32_t rank, const std::string& me
   changed_.notify_all();
 }
 
+Status Rendezvous::common(const std::function<Status(std::shared_ptr<void>*)>& make, std::shared_ptr<void>* object) {
+  const std::lock_guard<std::mutex> lock(common_mutex_);
+  if (!common_) NVTE_EP_TRY(make(&common_));
+  *object = common_;
+  return Status();
+}
+
 void Rendezvous::abort(int32_t rank) {
   const std::lock_guard<std::mutex> lock(mutex_);
   fail(NVTE_EP_STATUS_PEER_FAILED, rank, text("rank ", rank, " aborted the group"));

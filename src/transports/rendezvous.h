@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -53,6 +54,9 @@ class Rendezvous {
   using Work = std::function<Status(const std::vector<Publication>&)>;
   Status exchange(int32_t rank, const Publication& mine, int64_t timeout_ns, const Work& work);
 
+  // One object for all ranks, made by whichever asks first; it lives as long as the rendezvous.
+  Status common(const std::function<Status(std::shared_ptr<void>*)>& make, std::shared_ptr<void>* object);
+
   void abort(int32_t rank);
   void leave(int32_t rank);  // this rank will not come again
 
@@ -72,6 +76,8 @@ class Rendezvous {
   int32_t num_arrived_ = 0;
   int32_t num_working_ = 0;
   uint64_t round_ = 0;
+  std::mutex common_mutex_;
+  std::shared_ptr<void> common_;
   Status failure_;
   int32_t failed_rank_ = -1;
 };

@@ -98,6 +98,11 @@ Status CudaBackend::reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t strea
   return on_device(stream, [&](const LaunchContext& c) { return launch_reduce_rows(reduce, c); });
 }
 
+Status CudaBackend::synchronize() {
+  return on_device(nullptr,
+                   [&](const LaunchContext&) { return cuda_status(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); });
+}
+
 Status CudaBackend::preload() {
   return on_device(nullptr, [&](const LaunchContext&) {
     for (const void* kernel : known_kernels()) {

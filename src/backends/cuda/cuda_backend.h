@@ -28,6 +28,7 @@ class CudaBackend : public Backend {
   Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) override;
   Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values, const TensorView& out,
                         nvte_ep_stream_t stream) override;
+  Status synchronize() override;
   Status preload() override;
   int32_t num_sms() const override { return device_.sms; }
   Status is_capturing(nvte_ep_stream_t stream, bool* capturing) override;
