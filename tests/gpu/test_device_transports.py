@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transports of device memory against `threads`: the same calls with the same inputs give the same bytes.
+
+Ranks are threads or processes; several of them share a GPU where there are fewer GPUs than ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import nvte_ep
+import pytest
+from distributed.launcher import Rank, run_processes, run_threads
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    if "cuda" in os.environ.get("NVTE_EP_REQUIRE", ""):
+        raise RuntimeError("NVTE_EP_REQUIRE=cuda, and there is no GPU")
+    pytest.skip("no GPU", allow_module_level=True)
+
+
+@dataclass(frozen=True)
+class Setup:
+    ranks: int
+    tokens: tuple[int, ...]  # of each rank
+    hidden: int = 512
+    experts: int = 8
+    top_k: int = 3
+    alignment: int = 32
+    dispatch: str = "nvfp4"
+    combine_backward: str = "nvfp4"
+    dtype: str = "bfloat16"
+    capacity: int = 0  # of each rank; 0: eager
+    overflow: str = "error"
+
+    def __str__(self) -> str:
+        kind = "eager" if self.capacity == 0 else f"capacity {self.capacity}"
+        return f"{self.ranks} ranks, {self.dispatch}, {self.dtype}, H {self.hidden}, {kind}"
+
+
+SETUPS = [
+    Setup(1, (70,), capacity=512),
+    Setup(2, (70, 33), capacity=640),
+    Setup(2, (70, 33), dispatch="mxfp8", combine_backward="mxfp8", capacity=640),
+    Setup(2, (70, 33), dispatch="bf16", combine_backward="bf16", dtype="float32", capacity=640),
+    Setup(2, (0, 65), hidden=2880, dispatch="nvfp4", combine_backward="mxfp8", dtype="float16", capacity=640),
+    Setup(2, (64, 64), capacity=96, overflow="drop"),
+    Setup(4, (1, 128, 0, 17), experts=16, top_k=8, alignment=128, capacity=2048),
+    Setup(4, (31, 64, 5, 17), experts=16, top_k=8, alignment=16, capacity=0),
+]
+
+
+def inputs(setup: Setup, rank: int) -> dict[str, Any]:
+    rng = np.random.default_rng([17, rank])
+    tokens = setup.tokens[rank]
+    topk = np.argsort(rng.random((tokens, setup.experts)), axis=1)[:, : setup.top_k].astype(np.int64)
+    topk[rng.random(topk.shape) < 0.1] = -1
+    if tokens > 3:
+        topk[1, 0] = setup.experts + 3  # out of range
+        topk[2, 1] = topk[2, 0]  # twice
+    x = torch.from_numpy(rng.standard_normal((tokens, setup.hidden)).astype(np.float32))
+    return {
+        "topk": torch.from_numpy(topk),
+        "tokens": x.to(getattr(torch, setup.dtype)),
+        "weights": torch.from_numpy(rng.random((tokens, setup.top_k)).astype(np.float32)),
+        "grad": torch.from_numpy(rng.standard_normal((tokens, setup.hidden)).astype(np.float32)).to(
+            getattr(torch, setup.dtype)
+        ),
+    }
+
+
+def raw(tensor: Any, rows: int | None = None) -> bytes:
+    whole = tensor[:rows].contiguous().cpu()
+    return bytes(whole.view(torch.uint8).numpy().tobytes())
+
+
+def step(rank: Rank, setup: Setup, transport: str, kind: str, device: str) -> dict[str, bytes]:
+    """All calls of a step, twice with different rounding of the routing's use; what every output holds."""
+    shared_id = rank.broadcast(lambda: nvte_ep.unique_id(kind))
+    where = f"cuda:{rank.index % torch.cuda.device_count()}" if device == "cuda" else "cpu"
+    options: dict[str, Any] = {}
+    if device == "cuda":
+        torch.cuda.set_device(where)
+        options["device"] = where
+    gpu = rank.index % torch.cuda.device_count()
+    comm = nvte_ep.Communicator(kind, rank.size, rank.index, shared_id, device_id=gpu)
+    given = {name: t.to(where) for name, t in inputs(setup, rank.index).items()}
+    got: dict[str, bytes] = {}
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    with nvte_ep.Group(
+        comm,
+        transport=transport,
+        num_experts=setup.experts,
+        hidden=setup.hidden,
+        max_tokens_per_rank=max(setup.tokens),
+        recv_capacity=setup.capacity,
+        overflow=setup.overflow,
+        timeout_ns=20_000_000_000,
+        **options,
+    ) as group:
+        rank.on_failure(group.abort)
+        handle = group.handle(
+            top_k=setup.top_k,
+            alignment=setup.alignment,
+            dispatch=setup.dispatch,
+            combine_backward=setup.combine_backward,
+        )
+        use: dict[str, Any] = {"stream": stream} if stream is not None else {}
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        for turn in range(2):
+            routing = handle.prepare(given["topk"], **use)
+            if stream is not None:
+                stream.synchronize()
+            routed = {
+                name: torch.from_dlpack(getattr(routing, name))
+                for name in (
+                    "tokens_routed",
+                    "tokens_per_expert",
+                    "rows_per_expert",
+                    "row_offsets",
+                    "scale_row_offsets",
+                    "total_rows",
+                    "dropped_rows",
+                    "slot_source",
+                    "slot_expert",
+                )
+            }
+            total = int(routed["total_rows"][0])
+            for name, tensor in routed.items():
+                got[f"{turn} {name}"] = raw(tensor, total if name.startswith("slot") else None)
+
+            def keep(name: str, array: Any, turn: int = turn, total: int = total) -> Any:
+                if stream is not None:
+                    stream.synchronize()
+                tensor = torch.from_dlpack(array)
+                got[f"{turn} {name}"] = raw(tensor, total)
+                return tensor
+
+            keep("rows", handle.dispatch(given["tokens"], receive="rows", **use).data)
+            received = handle.dispatch(
+                given["tokens"], given["weights"], receive="decoded", dtype=setup.dtype, **use
+            )
+            slots = keep("decoded", received.data)
+            slot_weights = keep("weights", received.weights)
+            if setup.dispatch != "bf16":
+                operand = handle.dispatch(given["tokens"], receive="operand", **use).operand
+                keep("payload", operand.payload)
+            out = handle.combine(slots, **use)
+            got[f"{turn} combine"] = raw(keep("ignored", out))
+            out = handle.combine(slots, slot_weights=slot_weights, **use)
+            got[f"{turn} combine weighted"] = raw(keep("ignored", out))
+            grads = keep("grads", handle.combine_backward(given["grad"], receive="decoded", dtype=setup.dtype, **use).data)
+            back = handle.dispatch_backward(grads, slot_weights, **use)
+            names = ("grad tokens", "grad weights")
+            for name, array in zip(names, back if isinstance(back, tuple) else (back,), strict=False):
+                got[f"{turn} {name}"] = raw(keep("ignored", array))
+            got.pop(f"{turn} ignored", None)
+        found = []
+        while (error := group.poll_error()) is not None:
+            found.append((error.status.name, error.count, error.needed_rows))
+        got["findings"] = repr(sorted(found)).encode()
+        if stream is not None:
+            torch.cuda.synchronize()
+    return got
+
+
+# Sums of slots are rounded once more for each contributing rank on a device.
+SUMS = ("combine", "combine weighted", "grad tokens")
+
+
+def compare(setup: Setup, expected: list[dict[str, bytes]], got: list[dict[str, bytes]]) -> None:
+    dtype = getattr(torch, setup.dtype)
+    for rank, (want, have) in enumerate(zip(expected, got, strict=True)):
+        assert want.keys() == have.keys()
+        for name in want:
+            if name[2:] not in SUMS:
+                assert have[name] == want[name], f"rank {rank}: {name} differs"
+                continue
+            if not want[name]:
+                continue
+            a = torch.frombuffer(bytearray(want[name]), dtype=dtype).double()
+            b = torch.frombuffer(bytearray(have[name]), dtype=dtype).double()
+            # 2^-8 of the partials' magnitudes for BF16, less for the wider types
+            assert torch.allclose(a, b, rtol=2**-6, atol=2**-5), f"rank {rank}: {name} is off by {(a - b).abs().max()}"
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_peer_threads(setup: Setup) -> None:
+    expected = run_threads(setup.ranks, step, setup, "threads", "threads", "cpu")
+    compare(setup, expected, run_threads(setup.ranks, step, setup, "peer", "threads", "cuda"))
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_nccl_processes(setup: Setup) -> None:
+    expected = run_threads(setup.ranks, step, setup, "threads", "threads", "cpu")
+    environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    got = run_processes(setup.ranks, step, setup, "nccl", "nccl", "cuda", environment=lambda _: environment)
+    compare(setup, expected, got)
