@@ -71,6 +71,9 @@ done
   export NVTE_EP_LIBRARY="$BUILD_DIR/src/libnvte_ep.so" NVTE_EP_BUILD_DIR="$BUILD_DIR"
   PYTHONPATH="$ROOT/python" python -m pytest "${suites[@]}" --junit-xml "$results/pytest.xml" "$@"
 ) || failed=1
+# pytest that dies writes no report: that is a failure too.
+[[ -s $results/pytest.xml ]] ||
+  echo '<testsuite><testcase name="pytest"><error message="it died"/></testcase></testsuite>' >"$results/pytest.xml"
 
 if [[ $sanitize -eq 1 ]]; then
   say "C and C++ tests under AddressSanitizer and UBSan"

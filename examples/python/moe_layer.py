@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Mixture-of-Experts layer in NumPy over expert-parallel ranks, forward and backward.
 
-Every rank is a thread here. The layer runs once per wire format, and its output and gradients are compared with
+Every rank is a thread here. The layer runs once per wire format; its output and gradients are compared with
 the same layer computed in one place without any exchange.
 
     python moe_layer.py [ranks]
@@ -81,7 +81,7 @@ def layer(group: nvte_ep.Group, step: Step, dispatch: str, combine_backward: str
     outputs = experts(np.asarray(received.data), transposed=False)
     result = handle.combine(outputs, slot_weights=received.weights)
 
-    # Backward: each token's gradient goes to its slots, times the slot's weight; that weight gets its gradient.
+    # Backward: a token's gradient goes to its slots, times the slot's weight; that weight gets its gradient.
     back = handle.combine_backward(
         step.grad, receive="decoded", dtype="float32", slot_weights=received.weights, expert_out=outputs
     )

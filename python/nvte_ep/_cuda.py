@@ -12,6 +12,7 @@ from typing import Any
 from nvte_ep.errors import CudaError, OutOfMemoryError, Status, UnsupportedError
 
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_CAPTURE_ACTIVE = 1  # cudaStreamCaptureStatusActive
 
 
 def runtime() -> Any:
@@ -77,12 +78,25 @@ def free(pointer: int, device_id: int) -> None:
         runtime().cudaFree(pointer)
 
 
+def _is_capturing(stream: int) -> bool:
+    if (stream or 1) == 1:  # the legacy default stream: never captured, and not to be asked while others are
+        return False
+    status = _check("cudaStreamIsCapturing", runtime().cudaStreamIsCapturing(stream))
+    return int(status) == _CAPTURE_ACTIVE
+
+
 def order(device_id: int, first: int, then: int) -> None:
-    """Makes the stream `then` wait for all that is on the stream `first` so far."""
+    """Makes the stream `then` wait for all that is on the stream `first` so far.
+
+    Not in a capture that `first` is no part of: CUDA refuses to wait there for what no graph holds, and what
+    comes before a replay is for who replays.
+    """
     if (first or 1) == (then or 1):  # 0 and 1 are both the legacy default stream
         return
     cudart = runtime()
     with use_device(device_id):
+        if _is_capturing(then) and not _is_capturing(first):
+            return
         event = _check(
             "cudaEventCreateWithFlags", cudart.cudaEventCreateWithFlags(cudart.cudaEventDisableTiming)
         )

@@ -30,6 +30,7 @@ class FormatInfo:
 @functools.lru_cache(maxsize=1)
 def _table() -> dict[str, FormatInfo]:
     formats: dict[str, FormatInfo] = {}
+    _lib.library()  # one that is not found is no end of the list
     while True:
         info = _abi.FormatInfo()
         try:

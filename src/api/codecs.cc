@@ -16,13 +16,7 @@ Status start(const Device& device, nvte_ep_stream_t stream, const nvte_ep_codec_
   NVTE_EP_TRY(find_backend(device, 0, backend));
   NVTE_EP_TRY(check_stream(device, stream));
   NVTE_EP_TRY(read_codec_options(options, device, -1, codec));
-  if (format == NVTE_EP_FORMAT_MXFP8 && codec->stochastic) {
-    return unsupported("rounding: stochastic rounding is for nvfp4, mxfp8 rounds to nearest");
-  }
-  if (format == NVTE_EP_FORMAT_MXFP8 && codec->tensor_scale != nullptr) {
-    return unsupported("tensor_scale: mxfp8 has no second-level scale");
-  }
-  return Status();
+  return check_format_options(traits_of(format), *codec);
 }
 
 Status read_packed(const Device& device, const nvte_ep_tensor_t* tensor, int32_t format, int64_t rows, int64_t hidden,
@@ -133,6 +127,7 @@ Status direct_receive(int32_t format, const nvte_ep_tensor_t* rows, const nvte_e
   NVTE_EP_TRY(find_backend(view.device, 0, &backend));
   NVTE_EP_TRY(check_stream(view.device, stream));
   NVTE_EP_TRY(read_codec_options(options, view.device, view.shape.num_experts, &codec));
+  NVTE_EP_TRY(check_format_options(traits_of(format), codec));
   if (codec.row_count.data != nullptr) {
     return invalid_argument("options.row_count: rows_per_expert says how many rows there are, expected NULL");
   }

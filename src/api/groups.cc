@@ -11,6 +11,7 @@ using namespace nvte_ep;
 namespace {
 
 constexpr int64_t kDefaultTimeoutNs = 100'000'000'000;
+constexpr int64_t kMostElements = int64_t{1} << 56;  // of an array: sums of a few sizes in bytes do not overflow
 constexpr int64_t kLongestTimeoutNs = 1'000'000'000'000'000'000;  // 31 years: clocks do not overflow
 
 Status read_config(const nvte_ep_group_config_t* config, const Communicator& comm, GroupSettings* settings,
@@ -39,6 +40,13 @@ Status read_config(const nvte_ep_group_config_t* config, const Communicator& com
   settings->hidden = c.hidden;
   if (c.max_tokens_per_rank < 1 || c.max_tokens_per_rank > std::numeric_limits<int32_t>::max()) {
     return invalid_argument("config.max_tokens_per_rank: expected 1 to 2^31 - 1, got ", c.max_tokens_per_rank);
+  }
+  if (c.max_tokens_per_rank > kMostElements / c.hidden) {
+    return invalid_argument("config.max_tokens_per_rank: expected a number of tokens that fits memory, got ",
+                            c.max_tokens_per_rank, " of hidden ", c.hidden);
+  }
+  if (settings->max_top_k > kMostElements / c.max_tokens_per_rank) {
+    return invalid_argument("config.max_top_k: expected a number of choices that fits memory, got ", c.max_top_k);
   }
   settings->max_tokens_per_rank = c.max_tokens_per_rank;
   if (c.recv_capacity < 0 || c.recv_capacity >= (int64_t{1} << kSlotBits) ||

@@ -47,7 +47,7 @@ nvte_ep_status_t boundary(const char* name, const Function& function) noexcept {
     }
     return status.code();
   } catch (const std::bad_alloc&) {
-    LastError::set_fixed("out of host memory");
+    LastError::set(name, "out of host memory");
     return NVTE_EP_STATUS_OUT_OF_MEMORY;
   } catch (const std::exception& error) {
     LastError::set(name, error.what());

@@ -91,7 +91,9 @@ Status read_source(const Step& step, const nvte_ep_dispatch_args_t& a, int32_t f
     return invalid_argument(name, ": expected either ", name, " or payload, got ", a.tokens ? "both" : "neither");
   }
   if (a.tokens != nullptr) {
-    call->packed = a.tokens->dtype_code == NVTE_EP_DTYPE_UINT;
+    nvte_ep_tensor_t given;
+    NVTE_EP_TRY(read_struct(a.tokens, NVTE_EP_TENSOR_V1_SIZE, name, &given));
+    call->packed = given.dtype_code == NVTE_EP_DTYPE_UINT;
     if (call->packed) {
       NVTE_EP_TRY(step.read(a.tokens, {name, {DType::kUInt8}, 2, tokens, layout.row_bytes, 16}, &call->tokens));
     } else {
@@ -180,10 +182,7 @@ Status read_dispatch(const Step& step, const nvte_ep_dispatch_args_t* args, bool
   NVTE_EP_TRY(read_rounding({a.rounding, a.nonfinite, a.scale_rounding, a.column_bound, a.rng_state, a.tensor_scale,
                              a.fixed_expert_scale, a.findings},
                             step.device, step.experts, &call->options));
-  if (traits.token_scale_bytes == 0 && (call->options.stochastic || call->options.tensor_scale != nullptr)) {
-    return unsupported(call->options.stochastic ? "rounding: stochastic rounding" : "tensor_scale: it",
-                       " is for nvfp4, this direction travels in ", traits.name);
-  }
+  NVTE_EP_TRY(check_format_options(traits, call->options));
   const Communicator& comm = step.handle->group().comm();
   call->options.rank = comm.rank();
   call->options.row_id_base =

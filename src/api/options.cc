@@ -57,6 +57,15 @@ Status read_codec_options(const nvte_ep_codec_options_t* options, const Device& 
   return Status();
 }
 
+Status check_format_options(const FormatRow& format, const CodecOptions& options) {
+  if (format.token_scale_bytes != 0) return Status();
+  const char* refused = options.stochastic                      ? "rounding: stochastic rounding"
+                        : options.tensor_scale != nullptr       ? "tensor_scale: it"
+                        : options.fixed_expert_scale != nullptr ? "fixed_expert_scale: it"
+                                                                : nullptr;
+  return refused == nullptr ? Status() : unsupported(refused, " is for nvfp4, not for ", format.name);
+}
+
 Status check_stream(const Device& device, nvte_ep_stream_t stream) {
   if (!device.is_host() || stream == nullptr) return Status();
   return invalid_argument("stream: expected NULL for host memory, got ", static_cast<const void*>(stream));

@@ -22,6 +22,9 @@ struct RoundingFields {
 };
 Status read_rounding(const RoundingFields& fields, const Device& device, int64_t experts, CodecOptions* out);
 
+// Options that formats without a second-level scale do not have.
+Status check_format_options(const FormatRow& format, const CodecOptions& options);
+
 // Host memory takes no stream.
 Status check_stream(const Device& device, nvte_ep_stream_t stream);
 

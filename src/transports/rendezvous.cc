@@ -3,8 +3,23 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <new>
 
 namespace nvte_ep {
+namespace {
+
+// Exceptions stop here: a rank that left by one would keep its peers waiting for ever.
+Status run(const Rendezvous::Work& work, const std::vector<Publication>& publications) {
+  try {
+    return work(publications);
+  } catch (const std::bad_alloc&) {
+    return Status(NVTE_EP_STATUS_OUT_OF_MEMORY, "out of host memory");
+  } catch (const std::exception& error) {
+    return Status(NVTE_EP_STATUS_INTERNAL, error.what());
+  }
+}
+
+}  // namespace
 
 Rendezvous::Rendezvous(int32_t size)
     : size_(size), publications_(size), arrived_(size, false), left_(size, false) {}
@@ -76,6 +91,7 @@ Status Rendezvous::exchange(int32_t rank, const Publication& mine, int64_t timeo
     num_arrived_ = 0;
     std::fill(arrived_.begin(), arrived_.end(), false);
     num_working_ = size_;
+    outcome_ = Status();
     ++round_;
     changed_.notify_all();
   } else {
@@ -97,15 +113,16 @@ Status Rendezvous::exchange(int32_t rank, const Publication& mine, int64_t timeo
   Status status = disagreement();
   if (status.ok()) {
     lock.unlock();
-    status = work(publications_);
+    status = run(work, publications_);
     lock.lock();
   }
+  if (!status.ok() && outcome_.ok()) outcome_ = Status(status.code(), text("rank ", rank, ": ", status.message()));
   if (--num_working_ == 0) {
     changed_.notify_all();
   } else {
     changed_.wait(lock, [&] { return num_working_ == 0; });
   }
-  return status;
+  return status.ok() ? outcome_ : status;
 }
 
 }  // namespace nvte_ep

@@ -50,7 +50,8 @@ class Rendezvous {
   explicit Rendezvous(int32_t size);
 
   // Publishes, waits for all ranks, runs work(publications) unless the ranks disagree on the step or a setting (then every
-  // rank gets INVALID_ARGUMENT), waits for all to finish. TIMEOUT and PEER_FAILED are for ever.
+  // rank gets INVALID_ARGUMENT), waits for all to finish. A step that fails on one rank fails on all. TIMEOUT and PEER_FAILED
+  // are for ever.
   using Work = std::function<Status(const std::vector<Publication>&)>;
   Status exchange(int32_t rank, const Publication& mine, int64_t timeout_ns, const Work& work);
 
@@ -78,6 +79,7 @@ class Rendezvous {
   uint64_t round_ = 0;
   std::mutex common_mutex_;
   std::shared_ptr<void> common_;
+  Status outcome_;  // of the round: the first failure of a rank's work
   Status failure_;
   int32_t failed_rank_ = -1;
 };

@@ -357,6 +357,8 @@ class ThreadGroup : public GroupTransport {
   Capabilities capabilities() const override { return {"threads", false, true, true}; }
 
   Status create_handle(const HandleSettings& settings, std::unique_ptr<HandleTransport>* handle) override {
+    int32_t rank;
+    NVTE_EP_TRY(member_->rendezvous->failure(&rank));
     *handle = std::make_unique<ThreadHandle>(member_, settings);
     return Status();
   }

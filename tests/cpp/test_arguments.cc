@@ -293,13 +293,13 @@ TEST(Arguments, PackAndUnpack) {
     const std::string prefix = std::string("nvte_ep_") + format_name(format);
     a.options.row_count = a.row_count.tensor();
     const auto run_pack = [&](const nvte_ep_codec_options_t* options) { return codec.pack(a.tokens_p, a.rows_p, options, a.stream); };
-    Call pack_call{prefix + "_pack", [&] { return run_pack(&a.options); }, {{"tokens", &a.tokens_p, true, 0, false}, {"rows", &a.rows_p, true, 16}}, {}, {}, {}};
+    Call pack_call{prefix + "_pack", [&] { return run_pack(&a.options); }, {{"tokens", &a.tokens_p, true, 0, true}, {"rows", &a.rows_p, true, 16}}, {}, {}, {}};
     a.add_options(&pack_call, run_pack);
     pack_call.tensors.push_back({"row_count", CodecArguments::field(&a.options.row_count), false});
     check_codec_call(&a, pack_call, [&] { return run_pack(nullptr); });
 
     const auto run_unpack = [&](const nvte_ep_codec_options_t* options) { return codec.unpack(a.rows_p, a.tokens_p, options, a.stream); };
-    Call unpack_call{prefix + "_unpack", [&] { return run_unpack(&a.options); }, {{"tokens", &a.tokens_p}, {"rows", &a.rows_p, true, 16}}, {}, {}, {}};
+    Call unpack_call{prefix + "_unpack", [&] { return run_unpack(&a.options); }, {{"tokens", &a.tokens_p, true, 0, true}, {"rows", &a.rows_p, true, 16}}, {}, {}, {}};
     a.add_options(&unpack_call, run_unpack);
     unpack_call.tensors.push_back({"row_count", CodecArguments::field(&a.options.row_count), false});
     check_codec_call(&a, unpack_call, [&] { return run_unpack(nullptr); });
@@ -311,7 +311,7 @@ TEST(Arguments, QuantizeAndDequantize) {
     CodecArguments a(format);
     const bool nvfp4 = format == NVTE_EP_FORMAT_NVFP4;
     const std::string prefix = std::string("nvte_ep_") + format_name(format);
-    std::vector<TensorArgument> tensors = {{"tokens", &a.tokens_p}, {"payload", &a.payload_p}, {"scales", &a.scales_p}};
+    std::vector<TensorArgument> tensors = {{"tokens", &a.tokens_p, true, 0, true}, {"payload", &a.payload_p}, {"scales", &a.scales_p}};
     if (nvfp4) tensors.push_back({"token_scales", &a.token_scales_p});
     const auto run_quantize = [&](const nvte_ep_codec_options_t* options) {
       return nvfp4 ? nvte_ep_nvfp4_quantize(a.tokens_p, a.payload_p, a.scales_p, a.token_scales_p, options, a.stream)
@@ -953,7 +953,7 @@ TEST(Arguments, DispatchOfPayloadAndScales) {
       refuse_then_run(&a, rank, call);
     });
   }
-  run_ranks(1, [&](Rank& rank) {
+  run_ranks(2, [&](Rank& rank) {
     HandleArguments a(rank, NVTE_EP_FORMAT_BF16);
     require(a.prepare());
     a.send.tokens = nullptr;

@@ -540,7 +540,8 @@ TEST(HostileRows, IllegalTokenScalesReadAsNanAndTheSignOfAScaleIsIgnored) {
 TEST_P(Edges, StochasticRoundingFollowsIdsAndNotRanksOrTime) {
   const int64_t hidden = 256, tokens = 8;
   const Memory& memory = *GetParam().memory;
-  const std::vector<float> x(static_cast<size_t>(tokens * hidden), 2.5f);
+  std::vector<float> x(static_cast<size_t>(tokens * hidden), 2.5f);  // halfway between two codes
+  for (size_t i = 0; i < x.size(); i += 16) x[i] = 6.0f;
   std::vector<Bytes> rows_of[2];  // per rank, per round
   for (int round = 0; round < 2; ++round) {
     rows_of[0].emplace_back();

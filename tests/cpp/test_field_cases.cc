@@ -642,7 +642,7 @@ TEST_P(FieldCases, BX6_TheUnusedTailIsNeitherReadNorWritten) {
       require(nvte_ep_handle_prepare(handle.get(), &prepare_args, nullptr));
 
       const RowParts parts = row_parts(format, hidden);
-      Array in(host_memory(), Type::kBFloat16, {tokens, hidden}, encode(Type::kBFloat16, std::vector<float>(tokens * hidden, 1.0f)));
+      Array in(host_memory(), Type::kBFloat16, {tokens, hidden}, encode(Type::kBFloat16, std::vector<float>(tokens * hidden, 6.0f)));  // exact in every format
       Array weights(host_memory(), Type::kFloat32, {tokens, 1}, bytes_of(std::vector<float>(tokens, 0.5f)));
       FencedTail rows(static_cast<size_t>(used * parts.bytes)), decoded(used * hidden * 2), recv_weights(used * 4);
       nvte_ep_tensor_t rows_tensor = rows.matrix(capacity, parts.bytes, Type::kUInt8);
@@ -718,7 +718,7 @@ TEST_P(FieldCases, BX6_TheUnusedTailIsNeitherReadNorWritten) {
       const std::vector<float> got = decode(Type::kFloat32, dots.get());
       for (int64_t s = 0; s < used; ++s) {
         const bool padding = (s >= 12 && s < 16) || s >= 24;
-        ASSERT_EQ(got[static_cast<size_t>(s)], padding ? 0.0f : 2.0f * hidden) << s;
+        ASSERT_EQ(got[static_cast<size_t>(s)], padding ? 0.0f : 12.0f * hidden) << s;
       }
     });
   }

@@ -18,7 +18,9 @@ class CodecParity : public CudaTest {
     }
     ASSERT_CUDA(cudaDeviceSynchronize());
     EXPECT_TRUE(rows->equal());
-    if (options.findings) EXPECT_TRUE(options.findings->equal("findings"));
+    if (options.findings) {
+      EXPECT_TRUE(options.findings->equal("findings"));
+    }
   }
   void dequantize_both(Rows* rows, Tokens* tokens, const Options& options, const RowWeighting& host_weighting = {},
                        const RowWeighting& cuda_weighting = {}) {
@@ -29,7 +31,9 @@ class CodecParity : public CudaTest {
     }
     ASSERT_CUDA(cudaDeviceSynchronize());
     EXPECT_TRUE(tokens->equal());
-    if (options.findings) EXPECT_TRUE(options.findings->equal("findings"));
+    if (options.findings) {
+      EXPECT_TRUE(options.findings->equal("findings"));
+    }
   }
 };
 
@@ -350,6 +354,35 @@ TEST_F(CodecParity, Fp32Thresholds) {
     options.with_rng(-3, 1);
     quantize_both(&out, &tokens, options);
     ASSERT_FALSE(HasFailure());
+  }
+}
+
+// Every kernel once, with tails and misalignment, in shapes that compute-sanitizer gets through.
+TEST_F(CodecParity, SmallShapes) {
+  Rng rng(7);
+  for (const int32_t format : kFormatIds) {
+    for (const DType dtype : kDTypes) {
+      for (const int64_t hidden : {int64_t{32}, int64_t{1056}, int64_t{16416}}) {
+        for (const bool stochastic : {false, true}) {
+          for (const bool packed : {false, true}) {
+            Tokens tokens(dtype, 3, hidden, hidden + 1, packed ? 0 : static_cast<size_t>(dtype_bytes(dtype)));
+            tokens.set(make_values(Data::kNonFinite, 3, hidden, &rng));
+            Options options;
+            if (stochastic && format == NVTE_EP_FORMAT_NVFP4) options.with_rng(1, 2);
+            Rows rows(format, 3, hidden, packed, true, packed ? 16 : 1, packed ? 0 : 5);
+            quantize_both(&rows, &tokens, options);
+            Tokens back(dtype, 3, hidden, hidden + 8);
+            dequantize_both(&rows, &back, Options());
+            if (packed) continue;
+            Rows assembled(format, 3, hidden, true);
+            for (const bool cuda : {false, true}) {
+              ASSERT_TRUE((cuda ? cuda_ : host_)->assemble(format, rows.on(cuda), assembled.on(cuda), CodecOptions(), nullptr).ok());
+            }
+            EXPECT_TRUE(assembled.equal());
+          }
+        }
+      }
+    }
   }
 }
 

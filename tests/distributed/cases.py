@@ -265,7 +265,9 @@ CASES = [
     Case("round_robin", experts=8, tokens=32, hidden=512, routing="round_robin"),
     # Ranks and their tokens
     Case("three_ranks", ranks=3, experts=9, tokens=(5, 0, 17), **_NVFP4),
-    Case("eight_ranks_all_different", ranks=8, experts=16, tokens=(67, 1, 0, 40, 64, 63, 24, 17), **_NVFP4),
+    Case(
+        "eight_ranks_all_different", ranks=8, experts=16, tokens=(672, 1, 0, 4095, 64, 63, 2048, 17), **_NVFP4
+    ),
     Case("eight_ranks_mxfp8", ranks=8, experts=16, tokens=(6, 1, 0, 4, 3, 9, 2, 5), alignment=32, **_MXFP8),
     Case("sixty_four_ranks", ranks=64, experts=128, tokens=6, top_k=4, hidden=32, alignment=1, **_NVFP4),
     Case("nothing_to_send_on_one", tokens=(0, 128), experts=16, top_k=8, **_NVFP4),
@@ -273,6 +275,7 @@ CASES = [
     Case("nothing_to_send_at_all", tokens=0, **_NVFP4),
     Case("nothing_to_send_at_all_eager", tokens=0, capacity=EAGER, **_MXFP8),
     *(Case(f"odd_{tokens}", tokens=tokens, hidden=32, **_NVFP4) for tokens in (1, 2, 3, 31, 33, 63, 65, 127)),
+    Case("many_tokens_of_one_rank", ranks=1, tokens=65536, top_k=1, hidden=16, routing="skewed", **_NVFP4),
     Case("odd_8191", tokens=(8191, 4095), hidden=16, dispatch="nvfp4", alignment=128),
     # What is received
     Case("one_receives_nothing", tokens=64, routing="rank_0_only", **_NVFP4),

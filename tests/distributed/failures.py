@@ -237,6 +237,9 @@ def disagree_on_step(rank: Rank, transport: Transport, case: Case) -> None:
             name = names[shift if rank.index == 0 else 0]
             with pytest.raises(InvalidArgumentError, match="same calls"):
                 calls[name]()
+            if name == "prepare":  # the routing that it had is gone
+                with pytest.raises(BadStateError):
+                    calls["dispatch"]()
             handle.prepare(case.topk[rank.index])
         step_on(rank, handle, case)
 

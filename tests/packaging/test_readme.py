@@ -56,11 +56,17 @@ def test_the_python_layer_example(run: Any, repository: Path) -> None:
         assert [line.split()[0] for line in output.splitlines()] == [ranks, "wire", "bf16", "mxfp8", "nvfp4"]
 
 
-def test_every_command_and_file_that_the_readme_names_exists(repository: Path) -> None:
-    readme = (repository / "README.md").read_text()
-    for path in re.findall(
-        r"(?<![\w/.])\.?/?((?:ci|docs|examples|tools|tests|include|src)/[\w./-]+)", readme
-    ):
-        assert (repository / path.rstrip(".")).exists(), path
-    for target in re.findall(r"\]\(([^)#:]+)\)", readme):
-        assert (repository / target).exists(), target
+def test_every_file_that_the_texts_name_exists(repository: Path) -> None:
+    named = re.compile(
+        r"(?<![\w/.])(?:\./)?((?:ci|docs|examples|tools|tests|include|src)/[\w./-]*\w)(?![\w<*])"
+    )
+    for text in [
+        repository / "README.md",
+        repository / "CONTRIBUTING.md",
+        *(repository / "docs").glob("*.md"),
+    ]:
+        content = text.read_text()
+        for path in named.findall(content):
+            assert (repository / path).exists(), f"{text.name}: {path}"
+        for target in re.findall(r"\]\(([^)#:]+)\)", content):
+            assert (text.parent / target).exists(), f"{text.name}: {target}"

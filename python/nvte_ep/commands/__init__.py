@@ -1,4 +1,4 @@
-"""The command line: nvte-ep doctor, demo, plan. Also python -m nvte_ep."""
+"""The command line: nvte-ep doctor, demo, plan, bench. Also python -m nvte_ep."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ COMMANDS = {
     "doctor": "what works on this machine, what does not, and the remedy",
     "demo": "an MoE layer, forward and backward, in every wire format: bytes, times, errors",
     "plan": "bytes, memory and the least time of an exchange, for a model and a cluster",
+    "bench": "what the codecs take on this machine, beside a copy of as many bytes",
 }
 USAGE_ERROR = 2  # argparse's own
 

@@ -1,8 +1,8 @@
-"""The codecs of `nvte-ep bench codecs`: what each is called with, the fewest bytes it must move, and the check of
-what it wrote against the host backend.
+"""The codecs of `nvte-ep bench codecs`: what each is called with, the fewest bytes it must move, and how what
+it wrote is compared with the host backend.
 
-Sizes in the formulas, in bytes a token: 2H the BF16 elements, P the payload, S the scales, R the packed row with
-its padding, r without it (P + S, and 4 for NVFP4's token scale).
+Sizes in the formulas, in bytes a token: 2H the BF16 elements, P the payload, S the scales, R the packed row
+with its padding, r without it (P + S, and 4 for NVFP4's token scale).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLED_PARTS = 3  # sets of buffers, experts, bands of tiles: first, last and o
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that one call must move through memory at the least: each input read once, each output written."""
+    """The fewest bytes that one call can move: each input read once, each output written."""
 
     reads: int
     writes: int
@@ -45,7 +45,7 @@ class Moved:
 
 
 class Data:
-    """Inputs on the host: a block of tokens that is repeated to fill larger arrays, and what the host makes of it."""
+    """Inputs: a block of tokens, repeated to fill larger arrays, and what the host backend makes of it."""
 
     def __init__(self, hidden: int, tokens: int = BLOCK_TOKENS, seed: int = 0) -> None:
         self.hidden = hidden
@@ -165,7 +165,7 @@ class Case(abc.ABC):
         return self.payload_bytes(hidden) + self.scale_bytes(hidden) + self.info.token_scale_bytes
 
 
-# ---- token by token: pack, unpack, quantize, dequantize -----------------------------------------------------
+# ---- token by token: pack, unpack, quantize, dequantize ------------------------------------------------
 
 
 class RowCase(Case):
@@ -221,9 +221,7 @@ class RowRun(Run):
             machine.filled(part.shape(sets, tokens), part.dtype, data.block(case.format, part.name))
             for part in self.input_parts
         ]
-        self.outputs = [
-            machine.poisoned(part.shape(sets, tokens), part.dtype) for part in self.output_parts
-        ]
+        self.outputs = [machine.poisoned(part.shape(sets, tokens), part.dtype) for part in self.output_parts]
         self.options: dict[str, Any] = {}
         if case.stochastic:
             state = machine.filled((2,), "int64", np.array([SEED, OFFSET], np.int64))
@@ -271,7 +269,7 @@ class RowRun(Run):
                     checks.equal(f"buffers {index}, token {token}, {part.name}", got, wanted)
 
 
-# ---- slab by slab: direct_receive ---------------------------------------------------------------------------
+# ---- slab by slab: direct_receive ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -419,7 +417,7 @@ class ReceiveRun(Run):
                     checks.equal(f"buffers {index}, expert {expert}, {name}", got, wanted)
 
 
-# ---- scales_swizzle, scales_unswizzle -----------------------------------------------------------------------
+# ---- scales_swizzle, scales_unswizzle ------------------------------------------------------------------
 
 
 class SwizzleCase(Case):

@@ -1,36 +1,39 @@
-"""Time and GB/s of every codec by size, beside a copy of as many bytes and beside what PyTorch and Triton have for
-the job, with a check of the timed buffers against the host backend.
+"""Time and GB/s of every codec by size, beside a copy of as many bytes and beside what PyTorch and Triton
+have for the job, with a check of the timed buffers against the host backend.
 
-A rate counts the fewest bytes that must move: each input read once, each output written once. Buffers rotate, so
-that nothing comes from the cache by accident; rows marked * are too small for that. Exit code 1: a byte differs.
+A rate counts the fewest bytes that must move: each input read once, each output written once. Buffers rotate,
+so that nothing comes from the cache by accident; rows marked * are too small for that. Exit code 1: a byte
+differs, or a codec failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from nvte_ep import _cuda
-from nvte_ep._dtypes import CPU, CUDA_TYPE, Device, parse_device
+from nvte_ep._dtypes import Device, parse_device
 from nvte_ep.commands._checks import Checks
 from nvte_ep.commands._report import Progress, UsageError, size
-from nvte_ep.commands.bench_cases import Case, Data, all_cases
+from nvte_ep.commands.bench_cases import Case, Data, Run, all_cases
 from nvte_ep.commands.bench_instead import Frameworks, instead_of
-from nvte_ep.commands.bench_machine import Machine, Timing, open_machine
+from nvte_ep.commands.bench_machine import Call, Machine, Timing, open_machine
 from nvte_ep.commands.bench_output import Copy, Report, Result, document, markdown, plot, text
-from nvte_ep.errors import InvalidArgumentError, OutOfMemoryError, Status
+from nvte_ep.errors import InvalidArgumentError, NvteEpError, OutOfMemoryError, Status
 from nvte_ep.formats import format_info
 from nvte_ep.library import abi_version, version
 
 GIGABYTE = 10**9
-# Powers of four from a decode batch on; the largest is a gigabyte of BF16 on a device. The host is no fast path.
+# Powers of four from a decode batch on; on a device a gigabyte of BF16 too. The host is no fast path.
 SIZES = {"cuda": (16, 64, 256, 1024, 4096, 16384), "cpu": (16, 256, 4096)}
 QUICK_SIZES = {"cuda": (16, 4096), "cpu": (16, 256)}
 REPEATS = {False: 20, True: 5}  # by --quick
@@ -129,7 +132,7 @@ class CopyRate:
     def __init__(self, machine: Machine, frameworks: Frameworks, most: int, repeats: int) -> None:
         self.machine, self.frameworks, self.repeats = machine, frameworks, repeats
         # Room for the largest copy twice, and for small ones to rotate past the cache.
-        self.room = max(2 * _half(most), 2 * machine.cache_bytes)
+        self.room = max(2 * _half(most), machine.cache_bytes)
         noise = np.random.default_rng(1).integers(0, 256, 1 << 24, np.uint8)
         self.source = machine.filled((self.room,), "uint8", noise)
         self.target = machine.poisoned((self.room,), "uint8")
@@ -144,70 +147,131 @@ class CopyRate:
     def _measure(self, nbytes: int) -> Copy:
         half = _half(nbytes)
         sets = min(self.room // half, self.machine.max_sets)
-        pieces = [
-            (self.target[i * half : (i + 1) * half], self.source[i * half : (i + 1) * half])
-            for i in range(sets)
-        ]
-        machine = self.machine
-        name = "cudaMemcpyAsync" if machine.kind == "cuda" else "numpy.copyto"
-        ways = {name: [lambda pair=pair: machine.copy(*pair) for pair in pieces]}
+        pieces = [slice(index * half, (index + 1) * half) for index in range(sets)]
+        pairs = [(self.target[piece], self.source[piece]) for piece in pieces]
+        name = "cudaMemcpyAsync" if self.machine.kind == "cuda" else "numpy.copyto"
+        ways: dict[str, list[Call]] = {name: [partial(self.machine.copy, *pair) for pair in pairs]}
         with self.frameworks.on_stream():
-            kernels = [self.frameworks.copy_kernel(*pair) for pair in pieces]
-            ways["kernel"] = [kernel for kernel in kernels if kernel is not None]
-            timings = {way: machine.time(calls, self.repeats) for way, calls in ways.items() if calls}
+            if self.frameworks.copies_by_kernel:
+                ways["a copy kernel"] = [self.frameworks.copy_kernel(*pair) for pair in pairs]
+            timings = {way: self.machine.time(calls, self.repeats) for way, calls in ways.items()}
         best = min(timings, key=lambda way: timings[way].median)
         return Copy(2 * half, best, timings[best])
 
 
 def _half(nbytes: int) -> int:
+    """Bytes to copy where a codec moves so many; a multiple of 16, as every vector load likes it."""
     return max(-(-nbytes // 32) * 16, 16)
 
 
-def _measure(
-    case: Case,
-    tokens: int,
-    data: Data,
-    machine: Machine,
-    frameworks: Frameworks,
-    copies: CopyRate,
-    repeats: int,
-    report: Report,
-) -> Result:
-    moved, held = case.moved(tokens, data.hidden), case.held(tokens, data.hidden)
-    if held > machine.free_bytes():
-        raise OutOfMemoryError(
-            Status.OUT_OF_MEMORY,
-            f"{case.name} of {tokens} tokens needs {size(held)}, {size(machine.free_bytes())} are free: "
-            "see --sizes",
+@dataclass
+class Bench:
+    """What every measurement of a run shares."""
+
+    machine: Machine
+    frameworks: Frameworks
+    data: Data
+    copies: CopyRate
+    repeats: int
+    report: Report
+
+    def measure(self, case: Case, tokens: int) -> None:
+        machine, hidden = self.machine, self.data.hidden
+        moved = case.moved(tokens, hidden)
+        sets = machine.sets(moved.total, case.held(tokens, hidden))
+        run = case.start(machine, self.data, tokens, sets)
+        timing = machine.time(run.calls, self.repeats)
+        checks = Checks(f"{case.name}, {tokens} tokens")
+        run.check(checks, np.random.default_rng(tokens))
+        self.report.passed += checks.passed
+        self.report.compared_bytes += checks.nbytes
+        self.report.failed += checks.failed
+        self.report.results.append(
+            Result(
+                codec=case.name,
+                format=case.format,
+                formula=case.formula,
+                tokens=tokens,
+                hidden=hidden,
+                moved=moved,
+                sets=sets,
+                cold=machine.is_cold(moved.total, sets),
+                timing=timing,
+                copy=self.copies.of(moved.total),
+                instead=list(self._instead(case, tokens, run)),
+            )
         )
-    sets = machine.sets(moved.total, held)
-    run = case.start(machine, data, tokens, sets)
-    timing = machine.time(run.calls, repeats)
-    checks = Checks(f"{case.name}, {tokens} tokens")
-    run.check(checks, np.random.default_rng(tokens))
-    report.passed += checks.passed
-    report.compared_bytes += checks.nbytes
-    report.failed += checks.failed
-    result = Result(
-        case.name,
-        case.format,
-        case.formula,
-        tokens,
-        data.hidden,
-        moved,
-        sets,
-        machine.is_cold(moved.total, sets),
-        timing,
-        copies.of(moved.total),
-    )
-    for make in instead_of(run, data, frameworks):
-        result.instead.append(_time_instead(make, machine, frameworks, repeats))
-    return result
+
+    def _instead(self, case: Case, tokens: int, run: Run) -> Iterator[tuple[str, str, Timing]]:
+        for make in instead_of(run, self.data, self.frameworks):
+            try:
+                with self.frameworks.on_stream():
+                    way = make()
+                    timing = self.machine.time(way.calls, self.repeats)
+            except Exception as error:  # of another project's: no reason to do without our figures
+                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                self.report.not_run.append(f"beside {case.name}, {tokens} tokens: {reason}")
+            else:
+                yield way.name, way.what, timing
 
 
-def _time_instead(
-    make: object, machine: Machine, frameworks: Frameworks, repeats: int
-) -> tuple[str, str, Timing]:
-    with frameworks.on_stream():
-        way = make()  # type: ignore[operator]
-        return way.name, way.what, machine.time(way.calls, repeats)
+def _work(cases: list[Case], sizes: Sequence[int], hidden: int, machine: Machine) -> list[tuple[Case, int]]:
+    """Each codec with each of its sizes; OutOfMemoryError where one does not fit."""
+    work = [(case, tokens) for case in cases for tokens in case.sizes(sizes, hidden)]
+    for case, tokens in work:
+        # The buffers, a copy of as many bytes, and what stands in for the codec.
+        needed, free = 4 * case.held(tokens, hidden), machine.free_bytes()
+        if needed > free:
+            raise OutOfMemoryError(
+                Status.OUT_OF_MEMORY,
+                f"{case.name} of {tokens} tokens takes {size(needed)} and {size(free)} are free: see --sizes",
+            )
+    return work
+
+
+def _software(frameworks: Frameworks, machine: Machine) -> dict[str, str]:
+    found = {"Python": platform.python_version(), "NumPy": np.__version__}
+    if machine.kind == "cuda":
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found["cuda-bindings"] = importlib.metadata.version("cuda-bindings")
+    return found | frameworks.versions()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    cases = _cases(arguments.only)
+    machine = open_machine(_device(arguments.device))
+    sizes = _sizes(arguments, machine.kind)
+    work = _work(cases, sizes, arguments.hidden, machine)
+    repeats = REPEATS[arguments.quick]
+    with Progress(len(work) + 2, shown=arguments.progress) as progress:
+        frameworks = Frameworks(machine, wanted=not arguments.no_instead)
+        data = Data(arguments.hidden, max(sizes))
+        progress.step("frameworks")
+        peak = min(PEAK_BYTES[machine.kind], machine.free_bytes() // 8)
+        most = max(peak, *(case.moved(tokens, arguments.hidden).total for case, tokens in work))
+        copies = CopyRate(machine, frameworks, most, repeats)
+        report = Report(
+            device=machine.describe(),
+            software=_software(frameworks, machine),
+            library={"version": version(), "abi_version": abi_version()},
+            peak=copies.of(peak),
+        )
+        progress.step("copy")
+        bench = Bench(machine, frameworks, data, copies, repeats, report)
+        for case, tokens in work:
+            try:
+                bench.measure(case, tokens)
+            except NvteEpError as error:  # what was measured so far still counts
+                report.failed.append(f"{case.name}, {tokens} tokens: {error}")
+                break
+            progress.step(f"{case.name} of {tokens}")
+    for line in text(report):
+        print(line)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(document(report), indent=2, allow_nan=False) + "\n")
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(markdown(report))
+    if arguments.plot is not None:
+        plot(report, arguments.plot)
+    return 1 if report.failed else 0

@@ -1,8 +1,8 @@
 """What a user would run in place of a codec, where PyTorch and Triton are installed: for the report of
 `nvte-ep bench codecs`, timed like the codecs and over the same inputs.
 
-None of it writes the library's bytes. The casts of PyTorch have no block scales at all; the Triton kernels leave
-payload and scales apart and NVFP4 without a scale per token: both do less than the codec beside them.
+None of it writes the library's bytes. The casts of PyTorch have no block scales at all; the Triton kernels
+leave payload and scales apart and NVFP4 without a scale per token: both do less than the codec beside them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,9 @@ class Instead:
 class Frameworks:
     """PyTorch and Triton, as far as they are here and can use the machine."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, wanted: bool = True) -> None:
         self.machine = machine
-        self.torch = _import("torch")
+        self.torch: Any = _import("torch") if wanted else None
         if self.torch is not None and machine.kind == "cuda" and not self.torch.cuda.is_available():
             self.torch = None
         self.triton: Any = None
@@ -47,7 +47,7 @@ class Frameworks:
         return found
 
     @contextlib.contextmanager
-    def on_stream(self) -> Any:
+    def on_stream(self) -> Iterator[None]:
         """PyTorch and Triton launch on the machine's stream."""
         if self.torch is None or self.machine.kind != "cuda":
             yield
@@ -66,12 +66,16 @@ class Frameworks:
     def float8(self, tensor: Any) -> Any:
         return tensor.view(self.torch.float8_e4m3fn)
 
-    def copy_kernel(self, target: Array, source: Array) -> Call | None:
+    @property
+    def copies_by_kernel(self) -> bool:
+        return self.torch is not None and self.machine.kind == "cuda"
+
+    def copy_kernel(self, target: Array, source: Array) -> Call:
         """A kernel that reads and writes each byte once: element by element, so that it is no memcpy."""
-        if self.torch is None or self.machine.kind != "cuda":
-            return None
         words = self.tensor(source).view(self.torch.int32)
-        return functools.partial(self.torch.bitwise_not, words, out=self.tensor(target).view(self.torch.int32))
+        return functools.partial(
+            self.torch.bitwise_not, words, out=self.tensor(target).view(self.torch.int32)
+        )
 
 
 def _import(name: str) -> Any:
@@ -87,10 +91,8 @@ def instead_of(run: Run, data: Data, frameworks: Frameworks) -> list[Callable[[]
         return []
     if isinstance(run, RowRun):
         encodes = run.case.verb in ("pack", "quantize")
-        casts, kernels = (
-            (_cast_down, _triton_quantize) if encodes else (_cast_up, _triton_dequantize)
-        )
-        ways = [functools.partial(casts, run, data, frameworks)]
+        casts, kernels = (_cast_down, _triton_quantize) if encodes else (_cast_up, _triton_dequantize)
+        ways: list[Callable[[], Instead]] = [functools.partial(casts, run, data, frameworks)]
         if frameworks.triton is not None:
             ways.append(functools.partial(kernels, run, data, frameworks))
         return ways
@@ -173,7 +175,7 @@ class _Requantize:
 
 
 class _Tile:
-    """Compact scales to 128x4 tiles by a permutation; a matrix of other sizes is padded by a copy before it."""
+    """Compact scales to 128x4 tiles by a permutation; a matrix of another size is copied into zeros first."""
 
     def __init__(self, rows: int, columns: int, frameworks: Frameworks, compact: Any = None) -> None:
         self.compact = frameworks.empty((rows, columns)) if compact is None else compact
@@ -189,6 +191,19 @@ class _Tile:
     def __call__(self) -> None:
         if self.padded is not self.compact:
             self.inside.copy_(self.compact)
+        self.target.copy_(self.source)
+
+
+class _Untile:
+    """The inverse; the padding of the tiles comes along."""
+
+    def __init__(self, tiled: Any, rows: int, columns: int, frameworks: Frameworks) -> None:
+        bands, tiles = -(-rows // 128), -(-columns // 4)
+        self.padded = frameworks.empty((bands * 128, tiles * 4))
+        self.target = self.padded.view(bands, 4, 32, tiles, 4)
+        self.source = tiled.view(bands, tiles, 32, 4, 4).permute(0, 3, 2, 1, 4)
+
+    def __call__(self) -> None:
         self.target.copy_(self.source)
 
 
@@ -232,11 +247,6 @@ def _permute(run: SwizzleRun, data: Data, frameworks: Frameworks) -> Instead:
         compact = frameworks.tensor(run.compact)
         tiles = [_Tile(run.tokens, run.columns, frameworks, compact[i]) for i in range(run.sets)]
         return Instead("torch", "reshape, permute, copy", list(tiles))
-    bands, columns = -(-run.tokens // 128), -(-run.columns // 4)
     tiled = frameworks.tensor(run.tiled)
-    out = frameworks.empty((run.sets, bands * 128, columns * 4))
-    calls = []
-    for i in range(run.sets):
-        source = tiled[i].view(bands, columns, 32, 4, 4).permute(0, 3, 2, 1, 4)
-        calls.append(functools.partial(out[i].view(bands, 4, 32, columns, 4).copy_, source))
-    return Instead("torch", "reshape, permute, copy", list(calls))
+    back = [_Untile(tiled[i], run.tokens, run.columns, frameworks) for i in range(run.sets)]
+    return Instead("torch", "reshape, permute, copy", list(back))

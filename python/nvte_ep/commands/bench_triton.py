@@ -1,8 +1,8 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-"""Plain Triton kernels that quantise and decode MXFP8 and NVFP4: what `nvte-ep bench codecs` compares with, in
-place of the kernels that users write or get from a compiler. Payload and scales are apart, NVFP4 has one FP32
-scale for the whole tensor. Short rather than tuned; the bytes are those of the library's quantize functions
-(NVFP4: in tensor-scale mode) for finite values.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Plain Triton kernels that quantise and decode MXFP8 and NVFP4: what `nvte-ep bench codecs` compares with,
+in place of the kernels that users write or get from a compiler. Payload and scales are apart, NVFP4 has one
+FP32 scale for the whole tensor. Short rather than tuned; the bytes are those of the library's quantize
+functions (NVFP4: in tensor-scale mode) for finite values.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def _nvfp4_quantize(x, payload, scales, blocks, scale, BLOCKS: tl.constexpr):
     a = tl.abs(scaled)
     # E2M1, ties to even: how many of the seven midpoints lie below.
     code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32)
-    code += (a >= 1.75).to(tl.int32) + (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
+    code += (
+        (a >= 1.75).to(tl.int32) + (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
+    )
     code |= (scaled.to(tl.int32, bitcast=True) >> 28) & 8
     low, high = tl.split(tl.reshape(code, (BLOCKS, 8, 2)))
     byte = block[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -80,7 +82,15 @@ def _e2m1_value(code):
 
 @triton.jit
 def _nvfp4_dequantize(
-    payload, payload_stride, scales, scales_stride, token_scales, token_stride, out, hidden, COLUMNS: tl.constexpr
+    payload,
+    payload_stride,
+    scales,
+    scales_stride,
+    token_scales,
+    token_stride,
+    out,
+    hidden,
+    COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     byte = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
