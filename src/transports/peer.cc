@@ -85,8 +85,6 @@ class PeerExchange : public DeviceExchange {
     uint8_t* indices = pool_.as<uint8_t>() + index_offset_;
     NVTE_EP_TRY(backend_->copy_rows(indices, bytes, mine, bytes, bytes, 1, stream));
     NVTE_EP_TRY(meet(stream));
-    const int64_t whole = bytes / 16 * 16;
-    if (whole != bytes) return Status(NVTE_EP_STATUS_INTERNAL, "peer: a block of indices is not a multiple of 16 bytes");
     return backend_->with_device([&] {
       return launch_pull_blocks(pointers_.as<const void*>() + size_, size_, bytes, all, backend_->num_sms(), stream);
     });

@@ -49,10 +49,11 @@ __global__ void meet_kernel(Meeting m) {
   if (threadIdx.x == 0) *m.epoch = epoch;
 }
 
+template <typename Word>
 __global__ void __launch_bounds__(kPullThreads)
-    pull_blocks_kernel(const void* const* blocks, int64_t words, uint4* out) {
+    pull_blocks_kernel(const void* const* blocks, int64_t words, Word* out) {
   const int32_t rank = static_cast<int32_t>(blockIdx.y);
-  const uint4* in = static_cast<const uint4*>(blocks[rank]);
+  const Word* in = static_cast<const Word*>(blocks[rank]);
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPullThreads + threadIdx.x; i < words;
        i += static_cast<int64_t>(gridDim.x) * kPullThreads) {
     out[rank * words + i] = in[i];
@@ -71,15 +72,20 @@ Status launch_meet(const Meeting& meeting, nvte_ep_stream_t stream) {
   return cuda_status(cudaPeekAtLastError(), "meet");
 }
 
-Status launch_pull_blocks(const void* const* blocks, int32_t size, int64_t bytes, void* out, int32_t sms,
-                          nvte_ep_stream_t stream) {
-  const int64_t words = bytes / 16;
+template <typename Word>
+Status pull_words(const void* const* blocks, int32_t size, int64_t words, void* out, int32_t sms, nvte_ep_stream_t stream) {
   const int64_t wanted = (words + kPullThreads - 1) / kPullThreads;
   const int64_t most = 2 * static_cast<int64_t>(sms) / size + 1;
   const dim3 grid(static_cast<unsigned>(wanted < most ? wanted : most), static_cast<unsigned>(size));
   if (words == 0) return Status();
-  pull_blocks_kernel<<<grid, kPullThreads, 0, stream>>>(blocks, words, static_cast<uint4*>(out));
+  pull_blocks_kernel<Word><<<grid, kPullThreads, 0, stream>>>(blocks, words, static_cast<Word*>(out));
   return cuda_status(cudaPeekAtLastError(), "pull_blocks");
+}
+
+Status launch_pull_blocks(const void* const* blocks, int32_t size, int64_t bytes, void* out, int32_t sms,
+                          nvte_ep_stream_t stream) {
+  return bytes % 16 == 0 ? pull_words<uint4>(blocks, size, bytes / 16, out, sms, stream)
+                         : pull_words<uint32_t>(blocks, size, bytes / 4, out, sms, stream);
 }
 
 Status enable_peer_access(int32_t device, int32_t other) {
@@ -98,7 +104,8 @@ Status enable_peer_access(int32_t device, int32_t other) {
 Status load_peer_kernels() {
   cudaFuncAttributes attributes;
   NVTE_EP_TRY(cuda_status(cudaFuncGetAttributes(&attributes, meet_kernel), "cudaFuncGetAttributes"));
-  return cuda_status(cudaFuncGetAttributes(&attributes, pull_blocks_kernel), "cudaFuncGetAttributes");
+  NVTE_EP_TRY(cuda_status(cudaFuncGetAttributes(&attributes, pull_blocks_kernel<uint4>), "cudaFuncGetAttributes"));
+  return cuda_status(cudaFuncGetAttributes(&attributes, pull_blocks_kernel<uint32_t>), "cudaFuncGetAttributes");
 }
 
 }  // namespace nvte_ep

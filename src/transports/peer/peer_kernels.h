@@ -30,7 +30,7 @@ struct Meeting {
 // theirs to what is enqueued after. A failure is reported, and every later meeting returns at once.
 Status launch_meet(const Meeting& meeting, nvte_ep_stream_t stream);
 
-// blocks [size] of bytes each, one from every rank, one after the other.
+// blocks [size] of bytes each (a multiple of 4), one from every rank, one after the other.
 Status launch_pull_blocks(const void* const* blocks, int32_t size, int64_t bytes, void* out, int32_t sms,
                           nvte_ep_stream_t stream);
 
