@@ -109,56 +109,61 @@ def step(rank: Rank, setup: Setup, transport: str, kind: str, device: str) -> di
             combine_backward=setup.combine_backward,
         )
         use: dict[str, Any] = {"stream": stream} if stream is not None else {}
+        # Every output is allocated before the first step: ranks that share a GPU wait for each other on it, and an
+        # allocation in between may wait for all that runs there.
+        tokens, experts = setup.tokens[rank.index], group.info.num_local_experts
+        most = setup.capacity or setup.ranks * max(setup.tokens) * min(setup.top_k, experts) + experts * setup.alignment
+        dtype = getattr(torch, setup.dtype)
+        row = nvte_ep.row_bytes(setup.dispatch, setup.hidden)
+
+        def room(shape: tuple[int, ...], kind: Any) -> Any:
+            return torch.zeros(shape, dtype=kind, device=where)
+
+        sizes = dict.fromkeys(("tokens_routed", "tokens_per_expert", "rows_per_expert"), experts)
+        sizes |= {"row_offsets": experts + 1, "scale_row_offsets": experts + 1, "total_rows": 1, "dropped_rows": 1}
+        routed = {name: room((size,), torch.int64) for name, size in sizes.items()}
+        routed |= {"slot_source": room((most,), torch.int64), "slot_expert": room((most,), torch.int32)}
+        rows, slots, grads = room((most, row), torch.uint8), room((most, setup.hidden), dtype), room((most, setup.hidden), dtype)
+        slot_weights, result = room((most,), torch.float32), room((tokens, setup.hidden), dtype)
+        grad_weights = room((tokens, setup.top_k), torch.float32)
         if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream())
+            torch.cuda.current_stream().synchronize()
+        rank.barrier()
         for turn in range(2):
-            routing = handle.prepare(given["topk"], **use)
+            handle.prepare(given["topk"], out=nvte_ep.Routing(**routed), **use)
             if stream is not None:
                 stream.synchronize()
-            routed = {
-                name: torch.from_dlpack(getattr(routing, name))
-                for name in (
-                    "tokens_routed",
-                    "tokens_per_expert",
-                    "rows_per_expert",
-                    "row_offsets",
-                    "scale_row_offsets",
-                    "total_rows",
-                    "dropped_rows",
-                    "slot_source",
-                    "slot_expert",
-                )
-            }
             total = int(routed["total_rows"][0])
             for name, tensor in routed.items():
                 got[f"{turn} {name}"] = raw(tensor, total if name.startswith("slot") else None)
 
-            def keep(name: str, array: Any, turn: int = turn, total: int = total) -> Any:
+            def keep(name: str, tensor: Any, count: int, turn: int = turn) -> None:
                 if stream is not None:
                     stream.synchronize()
-                tensor = torch.from_dlpack(array)
-                got[f"{turn} {name}"] = raw(tensor, total)
-                return tensor
+                got[f"{turn} {name}"] = raw(tensor, count)
 
-            keep("rows", handle.dispatch(given["tokens"], receive="rows", **use).data)
-            received = handle.dispatch(
-                given["tokens"], given["weights"], receive="decoded", dtype=setup.dtype, **use
+            handle.dispatch(given["tokens"], receive="rows", out=rows, **use)
+            keep("rows", rows, total)
+            handle.dispatch(
+                given["tokens"],
+                given["weights"],
+                receive="decoded",
+                dtype=setup.dtype,
+                out=slots,
+                recv_weights=slot_weights,
+                **use,
             )
-            slots = keep("decoded", received.data)
-            slot_weights = keep("weights", received.weights)
-            if setup.dispatch != "bf16":
-                operand = handle.dispatch(given["tokens"], receive="operand", **use).operand
-                keep("payload", operand.payload)
-            out = handle.combine(slots, **use)
-            got[f"{turn} combine"] = raw(keep("ignored", out))
-            out = handle.combine(slots, slot_weights=slot_weights, **use)
-            got[f"{turn} combine weighted"] = raw(keep("ignored", out))
-            grads = keep("grads", handle.combine_backward(given["grad"], receive="decoded", dtype=setup.dtype, **use).data)
-            back = handle.dispatch_backward(grads, slot_weights, **use)
-            names = ("grad tokens", "grad weights")
-            for name, array in zip(names, back if isinstance(back, tuple) else (back,), strict=False):
-                got[f"{turn} {name}"] = raw(keep("ignored", array))
-            got.pop(f"{turn} ignored", None)
+            keep("decoded", slots, total)
+            keep("weights", slot_weights, total)
+            handle.combine(slots, out=result, **use)
+            keep("combine", result, tokens)
+            handle.combine(slots, slot_weights=slot_weights, out=result, **use)
+            keep("combine weighted", result, tokens)
+            handle.combine_backward(given["grad"], receive="decoded", dtype=setup.dtype, out=grads, **use)
+            keep("grads", grads, total)
+            handle.dispatch_backward(grads, slot_weights, out=result, grad_topk_weights=grad_weights, **use)
+            keep("grad tokens", result, tokens)
+            keep("grad weights", grad_weights, tokens)
         found = []
         while (error := group.poll_error()) is not None:
             found.append((error.status.name, error.count, error.needed_rows))
