@@ -41,8 +41,8 @@ TEST_F(ExchangeParity, GatherRows) {
       }
       PerRank<const void*> rank_rows(row_host, row_device);
       PerRank<const float*> rank_weights(weight_host, weight_device);
-      const std::vector<int64_t> strides(ranks, row_bytes), weight_strides(ranks, top_k);
-      PerRank<int64_t> rank_strides(strides, strides), rank_weight_strides(weight_strides, weight_strides);
+      const std::vector<int64_t> strides(ranks, row_bytes);
+      PerRank<int64_t> rank_strides(strides, strides);
       std::vector<int64_t> source(slots);
       std::vector<int32_t> choice(slots);
       for (int64_t s = 0; s < slots; ++s) {
@@ -55,10 +55,10 @@ TEST_F(ExchangeParity, GatherRows) {
       for (const bool with_rows : {true, false}) {
         for (const bool cuda : {false, true}) {
           GatherRows g{};
-          g.rank_rows = rank_rows.on(cuda);
-          g.rank_strides = rank_strides.on(cuda);
-          g.rank_weights = rank_weights.on(cuda);
-          g.rank_weight_strides = rank_weight_strides.on(cuda);
+          g.rows.pointers = rank_rows.on(cuda);
+          g.rows.strides = rank_strides.on(cuda);
+          g.weights.pointers = reinterpret_cast<const void* const*>(rank_weights.on(cuda));
+          g.weights.row_stride = top_k * 4;
           g.slot_source = reinterpret_cast<const int64_t*>(slot_source->on(cuda));
           g.slot_k = reinterpret_cast<const int32_t*>(slot_k->on(cuda));
           g.slots = slots;
@@ -93,9 +93,10 @@ TEST_F(ExchangeParity, SmallShapes) {
         ReduceRows r{};
         r.num_ranks = 1;
         r.top_k = 2;
-        r.rank_rows = rank_rows.on(cuda);
-        r.rank_strides = rank_strides.on(cuda);
-        r.rank_weights = rank_weights.on(cuda);
+        r.rows.pointers = rank_rows.on(cuda);
+        r.rows.strides = rank_strides.on(cuda);
+        r.weights.pointers = reinterpret_cast<const void* const*>(rank_weights.on(cuda));
+            r.weights.row_stride = 4;
         r.slots = reinterpret_cast<const SlotAddress*>(map->on(cuda));
         r.result = result.on(cuda);
         r.accumulate = true;
@@ -147,9 +148,10 @@ TEST_F(ExchangeParity, ReduceRows) {
             ReduceRows r{};
             r.num_ranks = ranks;
             r.top_k = top_k;
-            r.rank_rows = rank_rows.on(cuda);
-            r.rank_strides = rank_strides.on(cuda);
-            r.rank_weights = rank_weights.on(cuda);
+            r.rows.pointers = rank_rows.on(cuda);
+            r.rows.strides = rank_strides.on(cuda);
+            r.weights.pointers = reinterpret_cast<const void* const*>(rank_weights.on(cuda));
+            r.weights.row_stride = 4;
             r.slots = reinterpret_cast<const SlotAddress*>(map->on(cuda));
             r.result = result.on(cuda);
             r.accumulate = variant >= 2;
@@ -176,7 +178,12 @@ TEST_F(ExchangeParity, GatherScalars) {
   auto map = Mirror::of(address);
   Tokens out(DType::kFloat32, tokens, top_k, top_k + 2);
   for (const bool cuda : {false, true}) {
-    ASSERT_TRUE((cuda ? cuda_ : host_)->gather_scalars(top_k, reinterpret_cast<const SlotAddress*>(map->on(cuda)), values.on(cuda), out.on(cuda), nullptr).ok());
+    RankArrays arrays;
+    arrays.pointers = reinterpret_cast<const void* const*>(values.on(cuda));
+    arrays.row_stride = 4;
+    ASSERT_TRUE((cuda ? cuda_ : host_)
+                    ->gather_scalars(top_k, reinterpret_cast<const SlotAddress*>(map->on(cuda)), arrays, out.on(cuda), nullptr)
+                    .ok());
   }
   ASSERT_CUDA(cudaDeviceSynchronize());
   EXPECT_TRUE(out.equal("gradients"));
