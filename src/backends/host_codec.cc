@@ -16,7 +16,8 @@ struct RowBytes {
   uint8_t* token_scale;
 };
 RowBytes row_at(const RowsView& rows, int64_t i) {
-  return {rows.payload + i * rows.payload_stride, rows.scales ? rows.scales + i * rows.scales_stride : nullptr,
+  return {rows.payload + i * rows.payload_stride,
+          rows.scales ? rows.scales + i * rows.scales_stride : nullptr,
           rows.token_scales ? rows.token_scales + i * rows.token_scale_stride : nullptr};
 }
 
@@ -46,11 +47,13 @@ void store_token_scale(uint8_t* where, float value) {
   if (where != nullptr) std::memcpy(where, &value, 4);
 }
 
-void encode_row(Bf16, const float* x, const RowsView& rows, int64_t i, const CodecOptions&, const TensorScale&) {
+void encode_row(Bf16, const float* x, const RowsView& rows, int64_t i, const CodecOptions&,
+                const TensorScale&) {
   store_row(x, DType::kBFloat16, rows.hidden, row_at(rows, i).payload);
 }
 
-void encode_row(Mxfp8, const float* x, const RowsView& rows, int64_t i, const CodecOptions&, const TensorScale&) {
+void encode_row(Mxfp8, const float* x, const RowsView& rows, int64_t i, const CodecOptions&,
+                const TensorScale&) {
   const RowBytes row = row_at(rows, i);
   for (int64_t b = 0; b < rows.hidden / Mxfp8::kBlock; ++b) {
     row.scales[b] = Mxfp8::encode_block(x + b * Mxfp8::kBlock, 1, row.payload + b * Mxfp8::kBlock, 1);
@@ -87,11 +90,13 @@ void encode_row(Nvfp4, const float* x, const RowsView& rows, int64_t i, const Co
   for (int64_t b = 0; b < blocks; ++b) {
     Philox4 random;
     if (options.stochastic) {
-      random = random_block(static_cast<uint64_t>(options.rng_state[0]), static_cast<uint64_t>(options.rng_state[1]),
-                            RandomStream::kRow, first_id + static_cast<uint64_t>(b));
+      random = random_block(static_cast<uint64_t>(options.rng_state[0]),
+                            static_cast<uint64_t>(options.rng_state[1]), RandomStream::kRow,
+                            first_id + static_cast<uint64_t>(b));
     }
-    row.scales[b] = Nvfp4::encode_block(x + b * Nvfp4::kBlock, 1, k, options.scale_up,
-                                        options.stochastic ? &random : nullptr, row.payload + b * Nvfp4::kBlock / 2);
+    row.scales[b] =
+        Nvfp4::encode_block(x + b * Nvfp4::kBlock, 1, k, options.scale_up,
+                            options.stochastic ? &random : nullptr, row.payload + b * Nvfp4::kBlock / 2);
   }
   const bool poisoned = largest >= 0x7F800000u && !options.saturate;
   store_token_scale(row.token_scale, poisoned ? nan : exp2_int(k));
@@ -104,7 +109,8 @@ void decode_row(Bf16, const RowsView& rows, int64_t i, const TensorScale&, float
 
 void decode_row(Mxfp8, const RowsView& rows, int64_t i, const TensorScale&, float* out) {
   const RowBytes row = row_at(rows, i);
-  for (int64_t h = 0; h < rows.hidden; ++h) out[h] = Mxfp8::decode(row.payload[h], row.scales[h / Mxfp8::kBlock]);
+  for (int64_t h = 0; h < rows.hidden; ++h)
+    out[h] = Mxfp8::decode(row.payload[h], row.scales[h / Mxfp8::kBlock]);
 }
 
 void decode_row(Nvfp4, const RowsView& rows, int64_t i, const TensorScale& tensor_scale, float* out) {
@@ -155,43 +161,49 @@ int64_t rows_in_use(int64_t rows, const CodecOptions& options) {
 Status HostBackend::quantize(int32_t format, const TensorView& tokens, const RowsView& rows,
                              const CodecOptions& options, nvte_ep_stream_t) {
   const RowLayout layout = row_layout(*find_format(format), rows.hidden);
-  const TensorScale tensor_scale = format == NVTE_EP_FORMAT_NVFP4 ? read_tensor_scale(options) : TensorScale();
+  const TensorScale tensor_scale =
+      format == NVTE_EP_FORMAT_NVFP4 ? read_tensor_scale(options) : TensorScale();
   const bool copy = format == NVTE_EP_FORMAT_BF16 && tokens.dtype == DType::kBFloat16;
   with_format(format, [&](auto traits) {
-    parallel_for(rows_in_use(rows.rows, options), grain_of(rows.hidden), max_threads_, [&](int64_t begin, int64_t end) {
-      std::vector<float> x(static_cast<size_t>(rows.hidden));
-      for (int64_t i = begin; i < end; ++i) {
-        if (copy) {  // NaN payloads too
-          std::memcpy(row_at(rows, i).payload, tokens.row(i), static_cast<size_t>(layout.payload_bytes));
-        } else {
-          load_row(tokens.row(i), tokens.dtype, rows.hidden, x.data());
-          encode_row(traits, x.data(), rows, i, options, tensor_scale);
-        }
-        if (rows.packed) zero_pads(layout, row_at(rows, i).payload);
-      }
-    });
+    parallel_for(rows_in_use(rows.rows, options), grain_of(rows.hidden), max_threads_,
+                 [&](int64_t begin, int64_t end) {
+                   std::vector<float> x(static_cast<size_t>(rows.hidden));
+                   for (int64_t i = begin; i < end; ++i) {
+                     if (copy) {  // NaN payloads too
+                       std::memcpy(row_at(rows, i).payload, tokens.row(i),
+                                   static_cast<size_t>(layout.payload_bytes));
+                     } else {
+                       load_row(tokens.row(i), tokens.dtype, rows.hidden, x.data());
+                       encode_row(traits, x.data(), rows, i, options, tensor_scale);
+                     }
+                     if (rows.packed) zero_pads(layout, row_at(rows, i).payload);
+                   }
+                 });
   });
   return Status();
 }
 
 Status HostBackend::dequantize(int32_t format, const RowsView& rows, const TensorView& tokens,
                                const CodecOptions& options, const RowWeighting& weighting, nvte_ep_stream_t) {
-  const TensorScale tensor_scale = format == NVTE_EP_FORMAT_NVFP4 ? read_tensor_scale(options) : TensorScale();
+  const TensorScale tensor_scale =
+      format == NVTE_EP_FORMAT_NVFP4 ? read_tensor_scale(options) : TensorScale();
   const bool weighted = weighting.weights != nullptr || weighting.dots != nullptr;
   const bool copy = format == NVTE_EP_FORMAT_BF16 && tokens.dtype == DType::kBFloat16 && !weighted;
   with_format(format, [&](auto traits) {
-    parallel_for(rows_in_use(rows.rows, options), grain_of(rows.hidden), max_threads_, [&](int64_t begin, int64_t end) {
-      std::vector<float> x(static_cast<size_t>(rows.hidden));
-      for (int64_t i = begin; i < end; ++i) {
-        if (copy) {
-          std::memcpy(tokens.row(i), row_at(rows, i).payload, static_cast<size_t>(rows.hidden) * 2);
-          continue;
-        }
-        decode_row(traits, rows, i, tensor_scale, x.data());
-        if (weighted) weigh_row(weighting, i, rows.hidden, x.data());
-        store_row(x.data(), tokens.dtype, rows.hidden, tokens.row(i));
-      }
-    });
+    parallel_for(rows_in_use(rows.rows, options), grain_of(rows.hidden), max_threads_,
+                 [&](int64_t begin, int64_t end) {
+                   std::vector<float> x(static_cast<size_t>(rows.hidden));
+                   for (int64_t i = begin; i < end; ++i) {
+                     if (copy) {
+                       std::memcpy(tokens.row(i), row_at(rows, i).payload,
+                                   static_cast<size_t>(rows.hidden) * 2);
+                       continue;
+                     }
+                     decode_row(traits, rows, i, tensor_scale, x.data());
+                     if (weighted) weigh_row(weighting, i, rows.hidden, x.data());
+                     store_row(x.data(), tokens.dtype, rows.hidden, tokens.row(i));
+                   }
+                 });
   });
   return Status();
 }
@@ -199,7 +211,8 @@ Status HostBackend::dequantize(int32_t format, const RowsView& rows, const Tenso
 Status HostBackend::assemble(int32_t format, const RowsView& apart, const RowsView& packed,
                              const CodecOptions& options, nvte_ep_stream_t) {
   const RowLayout layout = row_layout(*find_format(format), apart.hidden);
-  const TensorScale tensor_scale = format == NVTE_EP_FORMAT_NVFP4 ? read_tensor_scale(options) : TensorScale();
+  const TensorScale tensor_scale =
+      format == NVTE_EP_FORMAT_NVFP4 ? read_tensor_scale(options) : TensorScale();
   const int64_t count = rows_in_use(apart.rows, options);
   parallel_for(count, grain_of(apart.hidden), max_threads_, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

@@ -14,7 +14,8 @@ struct Slabs {
   std::vector<int64_t> rows, row_offsets, scale_row_offsets;
   bool clamped = false;
 };
-Slabs read_slabs(const IndexView& rows_per_expert, int32_t num_experts, int64_t available, int64_t alignment) {
+Slabs read_slabs(const IndexView& rows_per_expert, int32_t num_experts, int64_t available,
+                 int64_t alignment) {
   Slabs s;
   int64_t offset = 0;
   int64_t scale_offset = 0;
@@ -37,7 +38,11 @@ class ScaleWriter {
  public:
   ScaleWriter(uint8_t* base, int64_t rows, int64_t columns, bool linear, int64_t linear_stride_i,
               int64_t linear_stride_j)
-      : base_(base), columns_(columns), linear_(linear), stride_i_(linear_stride_i), stride_j_(linear_stride_j) {
+      : base_(base),
+        columns_(columns),
+        linear_(linear),
+        stride_i_(linear_stride_i),
+        stride_j_(linear_stride_j) {
     if (base_ != nullptr && !linear_) {
       const int64_t bytes = round_up(rows, kScaleTileRows) * round_up(columns, kScaleTileColumns);
       std::memset(base_, 0, static_cast<size_t>(bytes));
@@ -63,12 +68,13 @@ float token_scale_at(const RowsView& rows, int64_t i) {
 
 // The second-level exponents of one expert, from token scales alone.
 struct ExpertScale {
-  bool live = false;    // false: no live row; its amax is 0
+  bool live = false;     // false: no live row; its amax is 0
   bool illegal = false;  // a fixed scale that is no legal power of two: the whole expert reads as NaN
   int k = Nvfp4::kMinExponent;
   int column_k = Nvfp4::kMinExponent;
 };
-ExpertScale expert_scale(const RowsView& rows, int64_t first, int64_t count, const float* fixed, bool column_max) {
+ExpertScale expert_scale(const RowsView& rows, int64_t first, int64_t count, const float* fixed,
+                         bool column_max) {
   ExpertScale s;
   std::vector<int> exponent(static_cast<size_t>(count));
   std::vector<bool> live(static_cast<size_t>(count));
@@ -102,7 +108,8 @@ ExpertScale expert_scale(const RowsView& rows, int64_t first, int64_t count, con
 }  // namespace
 
 Status HostBackend::direct_receive(int32_t format, const RowsView& rows, const IndexView& rows_per_expert,
-                                   const OperandView& operand, const CodecOptions& options, nvte_ep_stream_t) {
+                                   const OperandView& operand, const CodecOptions& options,
+                                   nvte_ep_stream_t) {
   const OperandShape& shape = operand.shape;
   const int64_t hidden = shape.hidden;
   const FormatRow& traits = shape.traits();
@@ -120,7 +127,8 @@ Status HostBackend::direct_receive(int32_t format, const RowsView& rows, const I
     const int64_t scale_first = slabs.scale_row_offsets[e];
     ExpertScale second;
     if (nvfp4) {
-      second = expert_scale(rows, first, count, options.fixed_expert_scale ? options.fixed_expert_scale + e : nullptr,
+      second = expert_scale(rows, first, count,
+                            options.fixed_expert_scale ? options.fixed_expert_scale + e : nullptr,
                             options.column_max);
       if (second.illegal) misfit = true;
       const auto publish = [&](float* part, float unit, int k) {
@@ -135,15 +143,17 @@ Status HostBackend::direct_receive(int32_t format, const RowsView& rows, const I
 
     uint8_t* scale_base = nullptr;
     if (operand.scales != nullptr) {
-      scale_base = operand.scales + (shape.linear_scales ? first * columns
-                                                         : scale_first * round_up(columns, kScaleTileColumns));
+      scale_base =
+          operand.scales +
+          (shape.linear_scales ? first * columns : scale_first * round_up(columns, kScaleTileColumns));
     }
     const ScaleWriter scales(scale_base, count, columns, shape.linear_scales, columns, 1);
     parallel_for(count, grain_of(hidden), max_threads_, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         if (operand.payload != nullptr) {
           std::memcpy(operand.payload + (first + i) * layout.payload_bytes,
-                      rows.payload + (first + i) * rows.payload_stride, static_cast<size_t>(layout.payload_bytes));
+                      rows.payload + (first + i) * rows.payload_stride,
+                      static_cast<size_t>(layout.payload_bytes));
         }
         if (!scales) continue;
         const uint8_t* b = rows.scales + (first + i) * rows.scales_stride;
@@ -204,7 +214,8 @@ Status HostBackend::direct_receive(int32_t format, const RowsView& rows, const I
             } else {
               Philox4 random;
               if (options.stochastic) {
-                const uint64_t id = (static_cast<uint64_t>(options.rank) << 54) | (static_cast<uint64_t>(h) << 32) |
+                const uint64_t id = (static_cast<uint64_t>(options.rank) << 54) |
+                                    (static_cast<uint64_t>(h) << 32) |
                                     static_cast<uint64_t>(at / Nvfp4::kBlock);
                 random = random_block(static_cast<uint64_t>(options.rng_state[0]),
                                       static_cast<uint64_t>(options.rng_state[1]), RandomStream::kColumn, id);
@@ -213,14 +224,16 @@ Status HostBackend::direct_receive(int32_t format, const RowsView& rows, const I
                                          options.stochastic ? &random : nullptr, codes);
             }
             if (operand.columnwise_payload != nullptr) {
-              std::memcpy(operand.columnwise_payload + first * hidden / 2 + h * (count / 2) + j * Nvfp4::kBlock / 2,
-                          codes, sizeof(codes));
+              std::memcpy(
+                  operand.columnwise_payload + first * hidden / 2 + h * (count / 2) + j * Nvfp4::kBlock / 2,
+                  codes, sizeof(codes));
             }
           } else {
             uint8_t codes[Mxfp8::kBlock];
             code = Mxfp8::encode_block(tile.data() + h, hidden, codes, 1);
             if (operand.columnwise_payload != nullptr) {
-              for (int i = 0; i < Mxfp8::kBlock; ++i) operand.columnwise_payload[(at + i) * hidden + h] = codes[i];
+              for (int i = 0; i < Mxfp8::kBlock; ++i)
+                operand.columnwise_payload[(at + i) * hidden + h] = codes[i];
             }
           }
           if (column_scales) column_scales.put(h, j, code);
@@ -246,7 +259,8 @@ Status HostBackend::swizzle(const TensorView& scales, const IndexView& rows_per_
     uint8_t* tiles = swizzled + slabs.scale_row_offsets[e] * round_up(columns, kScaleTileColumns);
     if (!inverse) {
       std::memset(tiles, 0,
-                  static_cast<size_t>(round_up(slabs.rows[e], kScaleTileRows) * round_up(columns, kScaleTileColumns)));
+                  static_cast<size_t>(round_up(slabs.rows[e], kScaleTileRows) *
+                                      round_up(columns, kScaleTileColumns)));
     }
     parallel_for(slabs.rows[e], grain_of(columns), max_threads_, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {

@@ -16,11 +16,11 @@ Status HostBackend::allocate(int64_t bytes, void** pointer) {
 
 void HostBackend::release(void* pointer) { std::free(pointer); }
 
-Status HostBackend::copy_rows(void* to, int64_t to_stride, const void* from, int64_t from_stride, int64_t row_bytes,
-                              int64_t rows, nvte_ep_stream_t) {
+Status HostBackend::copy_rows(void* to, int64_t to_stride, const void* from, int64_t from_stride,
+                              int64_t row_bytes, int64_t rows, nvte_ep_stream_t) {
   for (int64_t i = 0; i < rows; ++i) {
-    std::memcpy(static_cast<uint8_t*>(to) + i * to_stride, static_cast<const uint8_t*>(from) + i * from_stride,
-                static_cast<size_t>(row_bytes));
+    std::memcpy(static_cast<uint8_t*>(to) + i * to_stride,
+                static_cast<const uint8_t*>(from) + i * from_stride, static_cast<size_t>(row_bytes));
   }
   return Status();
 }

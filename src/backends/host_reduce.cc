@@ -36,8 +36,8 @@ void round_to_mxfp8(std::vector<float>* partial) {
   }
 }
 
-void sum_token(const ReduceRows& r, const SlotAddress* slots, std::vector<float>* row, std::vector<float>* partial,
-               std::vector<float>* sum) {
+void sum_token(const ReduceRows& r, const SlotAddress* slots, std::vector<float>* row,
+               std::vector<float>* partial, std::vector<float>* sum) {
   std::fill(sum->begin(), sum->end(), 0.0f);
   if (r.partial_format == NVTE_EP_FORMAT_BF16) {
     for (int32_t k = 0; k < r.top_k; ++k) {

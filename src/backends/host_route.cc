@@ -15,8 +15,8 @@ void put(T* to, const std::vector<T>& from) {
 
 }  // namespace
 
-Status HostBackend::clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,
-                                  int64_t* faults, nvte_ep_stream_t) {
+Status HostBackend::clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens,
+                                  int32_t* clean, int64_t* faults, nvte_ep_stream_t) {
   const IndexFaults found = nvte_ep::clean_indices(topk_idx, num_experts, clean);
   std::fill(clean + topk_idx.size(), clean + tokens * topk_idx.columns(), -1);
   faults[0] += found.out_of_range;
@@ -60,7 +60,8 @@ Status HostBackend::route(const Route& r, nvte_ep_stream_t) {
   if (r.slots != nullptr) std::copy_n(all.data() + r.rank * choices, choices, r.slots);
   const SlotAddress* own = all.data() + r.rank * choices;
   for (int64_t i = 0; r.rank_choices != nullptr && i < choices; ++i) {
-    r.rank_choices[i] = own[i] < 0 ? SlotAddress{-1} : slot_address(static_cast<int32_t>(own[i] >> kSlotBits), i);
+    r.rank_choices[i] =
+        own[i] < 0 ? SlotAddress{-1} : slot_address(static_cast<int32_t>(own[i] >> kSlotBits), i);
   }
   if (r.rank_rows != nullptr) {
     std::fill_n(r.rank_rows, r.tokens * r.num_ranks, SlotAddress{-1});

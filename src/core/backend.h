@@ -29,7 +29,8 @@ struct RowsView {
   bool packed = false;  // the three pointers lie in one row, whose pad bytes are written too
 };
 
-inline RowsView packed_rows(int32_t format, void* base, int64_t row_stride_bytes, int64_t rows, int64_t hidden) {
+inline RowsView packed_rows(int32_t format, void* base, int64_t row_stride_bytes, int64_t rows,
+                            int64_t hidden) {
   const RowLayout layout = row_layout(*find_format(format), hidden);
   uint8_t* p = static_cast<uint8_t*>(base);
   RowsView view;
@@ -56,19 +57,19 @@ struct CodecOptions {
   bool column_max = false;
   uint64_t row_id_base = 0;
   int32_t rank = 0;
-  const int64_t* rng_state = nullptr;           // {seed, offset}
-  const float* tensor_scale = nullptr;          // [1]
-  const float* fixed_expert_scale = nullptr;    // [E]
-  IndexView row_count;                          // [1]; rows in use
-  int32_t* findings = nullptr;                  // [1]
+  const int64_t* rng_state = nullptr;         // {seed, offset}
+  const float* tensor_scale = nullptr;        // [1]
+  const float* fixed_expert_scale = nullptr;  // [E]
+  IndexView row_count;                        // [1]; rows in use
+  int32_t* findings = nullptr;                // [1]
 };
 
 // Decoding gradients of weighted slots: row s becomes decoded * weights[s], dots[s] = decoded . expert_out[s].
 struct RowWeighting {
-  const float* weights = nullptr;         // [slots]
-  const int64_t* slot_source = nullptr;   // [slots], negative: padding, whose results are zero
-  TensorView expert_out;                  // data null: no dots
-  float* dots = nullptr;                  // [slots]
+  const float* weights = nullptr;        // [slots]
+  const int64_t* slot_source = nullptr;  // [slots], negative: padding, whose results are zero
+  TensorView expert_out;                 // data null: no dots
+  float* dots = nullptr;                 // [slots]
 };
 
 // Where a token's k-th copy went: rank << 40 | slot, or -1.
@@ -93,34 +94,37 @@ struct RankArrays {
                                     : nullptr;
     return first ? first + offset + i * (strides ? strides[rank] : row_stride) : nullptr;
   }
-  NVTE_EP_HD const float* floats(int64_t rank, int64_t i) const { return reinterpret_cast<const float*>(row(rank, i)); }
+  NVTE_EP_HD const float* floats(int64_t rank, int64_t i) const {
+    return reinterpret_cast<const float*>(row(rank, i));
+  }
 };
 
 // Rows of every rank into this rank's slots: slot s takes row (rank, token) of slot_source[s] = rank << 32 | token; a
 // negative source is padding and becomes zero.
 struct GatherRows {
   RankArrays rows;
-  RankArrays weights;                     // float32 [T, K] of each rank; none: not wanted
-  const int64_t* slot_source;             // [slots]
-  const int32_t* slot_k;                  // [slots] which of the token's top_k choices
-  int64_t slots;                          // total_rows, or more with slot_count
-  IndexView slot_count;                   // [1] in the backend's memory; null data: slots says it all
+  RankArrays weights;          // float32 [T, K] of each rank; none: not wanted
+  const int64_t* slot_source;  // [slots]
+  const int32_t* slot_k;       // [slots] which of the token's top_k choices
+  int64_t slots;               // total_rows, or more with slot_count
+  IndexView slot_count;        // [1] in the backend's memory; null data: slots says it all
   int64_t row_bytes;
-  void* out;                              // null: weights only
-  int64_t out_stride;                     // bytes
-  float* out_weights;                     // [slots] or null
+  void* out;           // null: weights only
+  int64_t out_stride;  // bytes
+  float* out_weights;  // [slots] or null
 };
 
 // A token's slots on every rank, summed: result[t] = sum over k of weight * row, FP32, in order of k, rounded once.
 struct ReduceRows {
   int32_t num_ranks;
   int32_t top_k;
-  RankArrays rows;      // slots of each rank
-  RankArrays weights;   // float32 [slots] of each rank; none: 1
-  const SlotAddress* slots;            // [T, K]
-  TensorView result;                   // [T, H]; its dtype is that of the rows
+  RankArrays rows;           // slots of each rank
+  RankArrays weights;        // float32 [slots] of each rank; none: 1
+  const SlotAddress* slots;  // [T, K]
+  TensorView result;         // [T, H]; its dtype is that of the rows
   bool accumulate;
-  int32_t partial_format;  // BF16: rows travel as they are; MXFP8: one partial row per (token, rank) is rounded to MXFP8
+  int32_t
+      partial_format;  // BF16: rows travel as they are; MXFP8: one partial row per (token, rank) is rounded to MXFP8
 };
 
 // prepare on one rank, from the choices of all: what core/routing.h defines, in the backend's memory.
@@ -130,8 +134,8 @@ struct Route {
   int32_t num_experts = 0;  // of all ranks
   int32_t top_k = 0;
   int64_t alignment = 1;
-  int64_t capacity = 0;         // INT64_MAX: whatever is needed
-  int64_t tokens = 0;           // rows of indices and slots per rank; a rank with fewer tokens pads with -1
+  int64_t capacity = 0;  // INT64_MAX: whatever is needed
+  int64_t tokens = 0;    // rows of indices and slots per rank; a rank with fewer tokens pads with -1
   const int32_t* indices = nullptr;  // [num_ranks, tokens, top_k], clean
   // Of this rank's experts; null: not wanted
   int64_t* tokens_routed = nullptr;      // [num_local_experts]
@@ -140,17 +144,18 @@ struct Route {
   int64_t* row_offsets = nullptr;        // [num_local_experts + 1]
   int64_t* scale_row_offsets = nullptr;  // [num_local_experts + 1]
   int64_t* totals = nullptr;             // [3] total_rows, dropped_rows, needed_rows
-  int64_t* history = nullptr;            // [2] over all calls: dropped rows are added, needed_rows is the largest
-  int64_t* slot_source = nullptr;        // [total_rows]
-  int32_t* slot_k = nullptr;             // [total_rows]
-  int32_t* slot_expert = nullptr;        // [total_rows]
+  int64_t* history = nullptr;      // [2] over all calls: dropped rows are added, needed_rows is the largest
+  int64_t* slot_source = nullptr;  // [total_rows]
+  int32_t* slot_k = nullptr;       // [total_rows]
+  int32_t* slot_expert = nullptr;  // [total_rows]
   // Where copies went: of this rank's tokens on every rank, and of every rank's tokens on this one
-  SlotAddress* slots = nullptr;      // [tokens, top_k]
-  SlotAddress* in_slots = nullptr;   // [num_ranks, tokens, top_k]; the rank part is this rank
+  SlotAddress* slots = nullptr;     // [tokens, top_k]
+  SlotAddress* in_slots = nullptr;  // [num_ranks, tokens, top_k]; the rank part is this rank
   // For sums that come back one row or value a rank: what the ranks that hold a token's copies send for it
-  SlotAddress* rank_rows = nullptr;     // [tokens, num_ranks]: (rank, token), -1 where the rank holds none
-  SlotAddress* rank_choices = nullptr;  // [tokens, top_k]: (rank, token * top_k + k), -1 where there is no copy
-  void* workspace = nullptr;         // route_workspace_bytes
+  SlotAddress* rank_rows = nullptr;  // [tokens, num_ranks]: (rank, token), -1 where the rank holds none
+  SlotAddress* rank_choices =
+      nullptr;                // [tokens, top_k]: (rank, token * top_k + k), -1 where there is no copy
+  void* workspace = nullptr;  // route_workspace_bytes
 };
 
 class Backend {
@@ -158,15 +163,17 @@ class Backend {
   virtual ~Backend() = default;
   virtual const char* name() const = 0;
 
-  virtual Status quantize(int32_t format, const TensorView& tokens, const RowsView& rows, const CodecOptions& options,
-                          nvte_ep_stream_t stream) = 0;
+  virtual Status quantize(int32_t format, const TensorView& tokens, const RowsView& rows,
+                          const CodecOptions& options, nvte_ep_stream_t stream) = 0;
   virtual Status dequantize(int32_t format, const RowsView& rows, const TensorView& tokens,
-                            const CodecOptions& options, const RowWeighting& weighting, nvte_ep_stream_t stream) = 0;
+                            const CodecOptions& options, const RowWeighting& weighting,
+                            nvte_ep_stream_t stream) = 0;
   // Rows given apart into packed ones; the token scale comes from the rows or from options.tensor_scale.
-  virtual Status assemble(int32_t format, const RowsView& apart, const RowsView& packed, const CodecOptions& options,
-                          nvte_ep_stream_t stream) = 0;
+  virtual Status assemble(int32_t format, const RowsView& apart, const RowsView& packed,
+                          const CodecOptions& options, nvte_ep_stream_t stream) = 0;
   virtual Status direct_receive(int32_t format, const RowsView& rows, const IndexView& rows_per_expert,
-                                const OperandView& operand, const CodecOptions& options, nvte_ep_stream_t stream) = 0;
+                                const OperandView& operand, const CodecOptions& options,
+                                nvte_ep_stream_t stream) = 0;
   // scales [R, C] <-> tiles; rows_per_expert.data null: one matrix.
   virtual Status swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts,
                          uint8_t* swizzled, bool inverse, nvte_ep_stream_t stream) = 0;
@@ -174,22 +181,22 @@ class Backend {
   virtual Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) = 0;
   virtual Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) = 0;
   // out[t, k] = the value of slots[t, k], 0 where there is none.
-  virtual Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values, const TensorView& out,
-                                nvte_ep_stream_t stream) = 0;
+  virtual Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
+                                const TensorView& out, nvte_ep_stream_t stream) = 0;
 
   // topk_idx [T, K] to clean [tokens, K], T <= tokens: what is illegal, a second mention, and rows past T become -1.
   // faults [2]: indices out of range and duplicates are added.
-  virtual Status clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,
-                               int64_t* faults, nvte_ep_stream_t stream) = 0;
+  virtual Status clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens,
+                               int32_t* clean, int64_t* faults, nvte_ep_stream_t stream) = 0;
   virtual int64_t route_workspace_bytes(const Route& route) const = 0;
   virtual Status route(const Route& route, nvte_ep_stream_t stream) = 0;
 
   // rows rows of row_bytes bytes from one place of the backend's memory to another.
-  virtual Status copy_rows(void* to, int64_t to_stride, const void* from, int64_t from_stride, int64_t row_bytes,
-                           int64_t rows, nvte_ep_stream_t stream) = 0;
+  virtual Status copy_rows(void* to, int64_t to_stride, const void* from, int64_t from_stride,
+                           int64_t row_bytes, int64_t rows, nvte_ep_stream_t stream) = 0;
   // The first min(items, *count) items of words_per_item 32-bit words each.
-  virtual Status copy_words(void* to, const void* from, int64_t words_per_item, int64_t items, const IndexView& count,
-                            nvte_ep_stream_t stream) = 0;
+  virtual Status copy_words(void* to, const void* from, int64_t words_per_item, int64_t items,
+                            const IndexView& count, nvte_ep_stream_t stream) = 0;
   // counts [n] int64 to a caller's tensor, int32 or int64.
   virtual Status write_index(const TensorView& out, const int64_t* counts, nvte_ep_stream_t stream) = 0;
 

@@ -90,7 +90,8 @@ struct DispatchCall {
 
 class Handle {
  public:
-  static Status create(std::shared_ptr<Group> group, const HandleSettings& settings, std::shared_ptr<Handle>* handle);
+  static Status create(std::shared_ptr<Group> group, const HandleSettings& settings,
+                       std::shared_ptr<Handle>* handle);
 
   Group& group() { return *group_; }
   const HandleSettings& settings() const { return settings_; }
@@ -103,7 +104,8 @@ class Handle {
   // OK where per-step calls other than prepare may run.
   Status check_ready() {
     NVTE_EP_TRY(group_->check_open());
-    if (!prepared()) return bad_state("handle: expected a successful nvte_ep_handle_prepare before this call");
+    if (!prepared())
+      return bad_state("handle: expected a successful nvte_ep_handle_prepare before this call");
     return Status();
   }
 

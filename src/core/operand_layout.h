@@ -52,7 +52,8 @@ struct OperandView {
 Status check_alignment(int32_t alignment, const char* name);  // a power of two
 Status read_operand_config(const nvte_ep_operand_config_t* config, OperandShape* shape, bool* columnwise);
 nvte_ep_operand_layout_t operand_layout(const OperandShape& shape, bool columnwise);
-Status bind_operand(const OperandShape& shape, bool columnwise, const TensorView& buffer, nvte_ep_operand_t* operand);
+Status bind_operand(const OperandShape& shape, bool columnwise, const TensorView& buffer,
+                    nvte_ep_operand_t* operand);
 // Reads an operand's description and parts, and checks what the parts need.
 Status read_operand(const nvte_ep_operand_t* operand, OperandView* view);
 

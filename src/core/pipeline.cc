@@ -4,8 +4,10 @@ namespace nvte_ep {
 namespace {
 
 // The rows to send: as given where they are rows of the wire format already, else packed into the handle's scratch.
-Status pack(Handle* handle, int32_t format, const DispatchCall& call, SendRows* send, nvte_ep_stream_t stream) {
-  const bool is_wire = call.packed || (format == NVTE_EP_FORMAT_BF16 && call.tokens.dtype == DType::kBFloat16);
+Status pack(Handle* handle, int32_t format, const DispatchCall& call, SendRows* send,
+            nvte_ep_stream_t stream) {
+  const bool is_wire =
+      call.packed || (format == NVTE_EP_FORMAT_BF16 && call.tokens.dtype == DType::kBFloat16);
   if (!call.is_apart && is_wire) {
     send->rows = call.tokens.data;
     send->row_stride = call.tokens.stride * dtype_bytes(call.tokens.dtype);
@@ -15,8 +17,8 @@ Status pack(Handle* handle, int32_t format, const DispatchCall& call, SendRows* 
   const int64_t tokens = call.is_apart ? call.apart.rows : call.tokens.rows();
   void* memory = nullptr;
   NVTE_EP_TRY(handle->transport().send_memory(&memory, stream));
-  const RowsView rows = packed_rows(format, memory ? memory : handle->send_rows().data(), send->row_bytes, tokens,
-                                    handle->group().settings().hidden);
+  const RowsView rows = packed_rows(format, memory ? memory : handle->send_rows().data(), send->row_bytes,
+                                    tokens, handle->group().settings().hidden);
   send->rows = rows.payload;
   send->row_stride = send->row_bytes;
   send->readable_rows = handle->group().settings().max_tokens_per_rank;

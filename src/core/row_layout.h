@@ -8,7 +8,9 @@
 
 namespace nvte_ep {
 
-constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+constexpr int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 struct RowLayout {
   int64_t payload_bytes;

@@ -45,9 +45,9 @@ Status bad_state(const Parts&... parts) {
 }
 
 // Returns from the enclosing function when an expression of type Status is not OK.
-#define NVTE_EP_TRY(expression)                       \
-  do {                                                \
-    ::nvte_ep::Status nvte_ep_status_ = (expression); \
+#define NVTE_EP_TRY(expression)                        \
+  do {                                                 \
+    ::nvte_ep::Status nvte_ep_status_ = (expression);  \
     if (!nvte_ep_status_.ok()) return nvte_ep_status_; \
   } while (false)
 

@@ -39,9 +39,7 @@ struct TensorView {
   bool is_token() const {
     return dtype == DType::kBFloat16 || dtype == DType::kFloat16 || dtype == DType::kFloat32;
   }
-  uint8_t* row(int64_t i) const {
-    return static_cast<uint8_t*>(data) + i * stride * dtype_bytes(dtype);
-  }
+  uint8_t* row(int64_t i) const { return static_cast<uint8_t*>(data) + i * stride * dtype_bytes(dtype); }
 };
 
 // What an argument must be. A dimension of -1 is free.
@@ -51,8 +49,8 @@ struct TensorRule {
   int32_t ndim;
   int64_t dim0 = -1;
   int64_t dim1 = -1;
-  int64_t alignment = 0;        // bytes, of the base pointer and of row strides; 0: the element
-  bool at_least = false;        // dim0 is a minimum
+  int64_t alignment = 0;  // bytes, of the base pointer and of row strides; 0: the element
+  bool at_least = false;  // dim0 is a minimum
 };
 
 constexpr std::initializer_list<DType> kTokenDTypes = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
@@ -62,7 +60,8 @@ constexpr std::initializer_list<DType> kIndexDTypes = {DType::kInt32, DType::kIn
 Status read_tensor(const nvte_ep_tensor_t* tensor, const TensorRule& rule, TensorView* view);
 
 // The same, and on the device given.
-Status read_tensor_on(const Device& device, const nvte_ep_tensor_t* tensor, const TensorRule& rule, TensorView* view);
+Status read_tensor_on(const Device& device, const nvte_ep_tensor_t* tensor, const TensorRule& rule,
+                      TensorView* view);
 
 }  // namespace nvte_ep
 

@@ -67,11 +67,11 @@ struct PrepareCall {
 
 // The routing as later steps read it, in the backend's memory.
 struct RoutingView {
-  int64_t tokens = 0;          // T of prepare
-  IndexView rows_per_expert;   // [num_local_experts]
-  IndexView total_rows;        // [1]
+  int64_t tokens = 0;         // T of prepare
+  IndexView rows_per_expert;  // [num_local_experts]
+  IndexView total_rows;       // [1]
   const int64_t* slot_source = nullptr;
-  int64_t slots = 0;           // slots that a received tensor must have: the capacity, or the eager total
+  int64_t slots = 0;  // slots that a received tensor must have: the capacity, or the eager total
 };
 
 // Every token's row to the slots of its experts.
@@ -81,25 +81,25 @@ struct SendRows {
   int64_t readable_rows = 0;   // T, or more where the memory behind is the handle's own
   int64_t row_bytes = 0;
   int32_t format = 0;
-  bool backward = false;         // combine_backward
-  TensorView weights;            // [T, K]; data null: not given
+  bool backward = false;  // combine_backward
+  TensorView weights;     // [T, K]; data null: not given
   bool gives_weights = false;
-  void* out = nullptr;           // [slots]; padding inside slabs becomes zero
+  void* out = nullptr;  // [slots]; padding inside slabs becomes zero
   int64_t out_stride = 0;
-  float* out_weights = nullptr;  // [slots] or null
+  float* out_weights = nullptr;     // [slots] or null
   const void* symmetric = nullptr;  // the memory that zero_copy names
 };
 
 // Every token's slots, summed at the token's rank.
 struct ReturnRows {
-  TensorView slots;                       // [slots, H]
-  const float* slot_weights = nullptr;    // [slots]; null: 1
+  TensorView slots;                     // [slots, H]
+  const float* slot_weights = nullptr;  // [slots]; null: 1
   int32_t format = 0;
-  bool backward = false;                  // dispatch_backward
-  TensorView result;                      // [T, H]
+  bool backward = false;  // dispatch_backward
+  TensorView result;      // [T, H]
   bool accumulate = false;
-  const float* slot_scalars = nullptr;    // [slots] gradients of the slots' weights; or null
-  TensorView scalars;                     // [T, K] those of topk_weights; data null: not wanted
+  const float* slot_scalars = nullptr;  // [slots] gradients of the slots' weights; or null
+  TensorView scalars;                   // [T, K] those of topk_weights; data null: not wanted
   bool wants_scalars = false;
   const void* symmetric = nullptr;
 };
@@ -159,8 +159,8 @@ Status create_communicator(const CommunicatorSettings& settings, std::unique_ptr
 Status borrow_nccl_communicator(void* nccl_comm, std::unique_ptr<Communicator>* communicator);
 std::vector<Availability> list_transports();
 // transport is NVTE_EP_TRANSPORT_*; AUTO takes the first of the list that fits.
-Status create_transport(Communicator* comm, const GroupSettings& settings, int32_t transport, Backend* backend,
-                        std::unique_ptr<GroupTransport>* group);
+Status create_transport(Communicator* comm, const GroupSettings& settings, int32_t transport,
+                        Backend* backend, std::unique_ptr<GroupTransport>* group);
 // Bytes that the transport itself would hold: for a group, and for each handle.
 Status transport_memory(const Communicator& comm, const GroupSettings& settings, int32_t transport,
                         int64_t* group_bytes, int64_t* exchange_bytes, int64_t* handle_bytes);

@@ -46,8 +46,8 @@ class DeviceExchange {
   // items (in the outbox, or the caller's own memory where may_read_elsewhere) [tokens] of item_bytes, to be read by every
   // rank; *received: rank r's items at row(r, token). With counts: the items for rank 0, 1, ... one after the other, and
   // received counts them through.
-  virtual Status share(const void* items, int64_t tokens, int64_t item_bytes, const ItemCounts* counts, RankArrays* received,
-                       nvte_ep_stream_t stream) = 0;
+  virtual Status share(const void* items, int64_t tokens, int64_t item_bytes, const ItemCounts* counts,
+                       RankArrays* received, nvte_ep_stream_t stream) = 0;
   virtual bool may_read_elsewhere() const = 0;
 
   // The way back: items [ranks, tokens] in the outbox, block r for rank r; *received: rank r's block for this rank at
@@ -67,8 +67,9 @@ class DeviceExchange {
 };
 
 // The group of a device transport over its exchange. name as in nvte_ep_group_info.
-std::unique_ptr<GroupTransport> make_device_group(const char* name, const GroupSettings& settings, Backend* backend,
-                                                  int32_t rank, int32_t size, std::unique_ptr<DeviceExchange> exchange);
+std::unique_ptr<GroupTransport> make_device_group(const char* name, const GroupSettings& settings,
+                                                  Backend* backend, int32_t rank, int32_t size,
+                                                  std::unique_ptr<DeviceExchange> exchange);
 // What ranks must agree on to form a group.
 std::vector<Agreed> group_agreement(const GroupSettings& settings);
 // Bytes of the outbox that the largest step of a group of fixed capacity fills.

@@ -45,12 +45,14 @@ constexpr int64_t kReportWords = 4;
 
 // How rows travel in one routing, and how received ones are found. The same items come back in combine, the other way.
 struct Plan {
-  ItemCounts rows;                       // dispatch: rows to and from each rank
-  const int64_t* send_tokens = nullptr;      // [rows.sent()] source of each row sent; null: every token to every rank
-  const int64_t* slot_source = nullptr;      // [slots] where a slot's row lies among those received
-  const SlotAddress* partials = nullptr;     // [rows.received(), top_k] slots of each received row
-  const SlotAddress* sums = nullptr;         // [T, ranks] where the partial rows of a token lie among those that come back
-  const SlotAddress* choices = nullptr;      // [T, top_k] the same for the value of each choice
+  ItemCounts rows;  // dispatch: rows to and from each rank
+  const int64_t* send_tokens =
+      nullptr;  // [rows.sent()] source of each row sent; null: every token to every rank
+  const int64_t* slot_source = nullptr;   // [slots] where a slot's row lies among those received
+  const SlotAddress* partials = nullptr;  // [rows.received(), top_k] slots of each received row
+  const SlotAddress* sums =
+      nullptr;  // [T, ranks] where the partial rows of a token lie among those that come back
+  const SlotAddress* choices = nullptr;  // [T, top_k] the same for the value of each choice
 };
 
 class DeviceHandle : public HandleTransport {
@@ -80,7 +82,8 @@ class DeviceHandle : public HandleTransport {
     r.capacity = g.eager() ? std::numeric_limits<int64_t>::max() : g.recv_capacity;
     r.tokens = g.max_tokens_per_rank;
     // Eager: no routing can need more.
-    const int64_t slots = g.eager() ? choices * member_->size + experts * (settings_.alignment - 1) : g.recv_capacity;
+    const int64_t slots =
+        g.eager() ? choices * member_->size + experts * (settings_.alignment - 1) : g.recv_capacity;
 
     const auto pointer = [](auto** p) { return reinterpret_cast<void**>(p); };
     const struct {
@@ -126,26 +129,28 @@ class DeviceHandle : public HandleTransport {
     bool capturing = false;
     NVTE_EP_TRY(backend->is_capturing(stream, &capturing));
     if (capturing && (member_->settings.eager() || !agreed_)) {
-      return bad_state(member_->settings.eager() ? "stream: an eager group cannot be captured, its prepare waits"
-                                                 : "stream: a handle's first prepare checks the ranks' settings and "
-                                                   "waits: call it once before the capture");
+      return bad_state(member_->settings.eager()
+                           ? "stream: an eager group cannot be captured, its prepare waits"
+                           : "stream: a handle's first prepare checks the ranks' settings and "
+                             "waits: call it once before the capture");
     }
     prepared_ = false;
     if (!agreed_) {
       NVTE_EP_TRY(member_->exchange->agree("prepare",
-                                 {{"handle (the n-th of the group)", settings_.id},
-                                  {"top_k", settings_.top_k},
-                                  {"alignment", settings_.alignment},
-                                  {"dispatch", settings_.dispatch},
-                                  {"combine", settings_.combine},
-                                  {"dispatch_backward", settings_.dispatch_backward},
-                                  {"combine_backward", settings_.combine_backward}},
-                                 stream));
+                                           {{"handle (the n-th of the group)", settings_.id},
+                                            {"top_k", settings_.top_k},
+                                            {"alignment", settings_.alignment},
+                                            {"dispatch", settings_.dispatch},
+                                            {"combine", settings_.combine},
+                                            {"dispatch_backward", settings_.dispatch_backward},
+                                            {"combine_backward", settings_.combine_backward}},
+                                           stream));
       agreed_ = true;
     }
     tokens_ = call.topk_idx.rows();
     const int64_t choices = route_.tokens * settings_.top_k;
-    NVTE_EP_TRY(backend->clean_indices(call.topk_idx, route_.num_experts, route_.tokens, clean_, counters_, stream));
+    NVTE_EP_TRY(
+        backend->clean_indices(call.topk_idx, route_.num_experts, route_.tokens, clean_, counters_, stream));
     NVTE_EP_TRY(member_->exchange->gather(clean_, all_, choices * 4, stream));
     NVTE_EP_TRY(backend->route(route_, stream));
     NVTE_EP_TRY(backend->write_index(shared_report(), counters_, stream));
@@ -189,7 +194,8 @@ class DeviceHandle : public HandleTransport {
     // The weights travel in every forward dispatch: a rank cannot know whether a peer wants them.
     const int64_t bytes = int64_t{settings_.top_k} * 4;
     const bool given = call.weights.data != nullptr;
-    NVTE_EP_TRY(travel(call.weights.data, call.weights.stride * 4, given ? tokens_ : 0, bytes, &gather.weights, stream));
+    NVTE_EP_TRY(travel(call.weights.data, call.weights.stride * 4, given ? tokens_ : 0, bytes,
+                       &gather.weights, stream));
     if (call.out_weights == nullptr) return Status();
     gather.out = nullptr;
     gather.out_weights = call.out_weights;
@@ -234,8 +240,9 @@ class DeviceHandle : public HandleTransport {
       RankArrays values;
       values.block = call.slot_scalars;
       values.row_stride = 4;
-      const TensorView out{partials, DType::kFloat32, member_->settings.device, 2, {partial_rows, settings_.top_k},
-                           settings_.top_k};
+      const TensorView out{
+          partials,       DType::kFloat32, member_->settings.device, 2, {partial_rows, settings_.top_k},
+          settings_.top_k};
       NVTE_EP_TRY(backend->gather_scalars(settings_.top_k, plan_.partials, values, out, stream));
     }
     RankArrays values;
@@ -287,7 +294,9 @@ class DeviceHandle : public HandleTransport {
     return std::max({plan_.rows.sent(), plan_.rows.received(), route_.tokens}) * item_bytes;
   }
 
-  const ItemCounts* listed(const ItemCounts& counts) const { return plan_.send_tokens != nullptr ? &counts : nullptr; }
+  const ItemCounts* listed(const ItemCounts& counts) const {
+    return plan_.send_tokens != nullptr ? &counts : nullptr;
+  }
 
   // Items of this rank's tokens to the ranks that need them. tokens: how many may be read.
   Status travel(const void* items, int64_t stride, int64_t readable, int64_t bytes, RankArrays* received,
@@ -310,7 +319,8 @@ class DeviceHandle : public HandleTransport {
         NVTE_EP_TRY(backend->gather_rows(gather, stream));
       }
     } else if (items != outbox && !usable && items != nullptr) {
-      NVTE_EP_TRY(backend->copy_rows(outbox, bytes, items, stride, bytes, std::min(readable, tokens_), stream));
+      NVTE_EP_TRY(
+          backend->copy_rows(outbox, bytes, items, stride, bytes, std::min(readable, tokens_), stream));
     }
     return exchange.share(usable && plan_.send_tokens == nullptr ? items : outbox, route_.tokens, bytes,
                           listed(plan_.rows), received, stream);
@@ -349,7 +359,8 @@ class DeviceHandle : public HandleTransport {
     const size_t ranks = static_cast<size_t>(member_->size);
     const int64_t top_k = settings_.top_k;
     const int64_t choices = route_.tokens * top_k;
-    std::vector<SlotAddress> in_slots(static_cast<size_t>(choices) * ranks), own(static_cast<size_t>(choices));
+    std::vector<SlotAddress> in_slots(static_cast<size_t>(choices) * ranks),
+        own(static_cast<size_t>(choices));
     std::vector<SlotAddress> sums(static_cast<size_t>(route_.tokens) * ranks);
     std::vector<int64_t> slot_source(static_cast<size_t>(slots_));
     NVTE_EP_TRY(backend->download(in_slots.data(), route_.in_slots, choices * 8 * member_->size, stream));
@@ -417,10 +428,13 @@ class DeviceHandle : public HandleTransport {
     const struct {
       const TensorView& out;
       const int64_t* counts;
-    } outputs[] = {{call.tokens_routed, route_.tokens_routed},     {call.tokens_per_expert, route_.tokens_per_expert},
-                   {call.rows_per_expert, route_.rows_per_expert}, {call.row_offsets, route_.row_offsets},
+    } outputs[] = {{call.tokens_routed, route_.tokens_routed},
+                   {call.tokens_per_expert, route_.tokens_per_expert},
+                   {call.rows_per_expert, route_.rows_per_expert},
+                   {call.row_offsets, route_.row_offsets},
                    {call.scale_row_offsets, route_.scale_row_offsets},
-                   {call.total_rows, route_.totals},               {call.dropped_rows, route_.totals + 1}};
+                   {call.total_rows, route_.totals},
+                   {call.dropped_rows, route_.totals + 1}};
     for (const auto& o : outputs) {
       if (o.out.data != nullptr) NVTE_EP_TRY(backend->write_index(o.out, o.counts, stream));
     }
@@ -429,7 +443,8 @@ class DeviceHandle : public HandleTransport {
       const char* name;
       const TensorView& out;
       const void* slots;
-    } maps[] = {{"slot_source", call.slot_source, route_.slot_source}, {"slot_expert", call.slot_expert, route_.slot_expert}};
+    } maps[] = {{"slot_source", call.slot_source, route_.slot_source},
+                {"slot_expert", call.slot_expert, route_.slot_expert}};
     for (const auto& m : maps) {
       if (m.out.data == nullptr) continue;
       if (m.out.size() < slots_) {
@@ -491,7 +506,8 @@ class DeviceGroup : public GroupTransport {
   }
   Status mem_free(void* pointer) override {
     const auto found = symmetric_.find(static_cast<uint8_t*>(pointer));
-    if (found == symmetric_.end()) return invalid_argument("pointer: expected one from mem_alloc of this group, got ", pointer);
+    if (found == symmetric_.end())
+      return invalid_argument("pointer: expected one from mem_alloc of this group, got ", pointer);
     NVTE_EP_TRY(member_->exchange->agree("mem_free", {{"bytes", found->second}}, nullptr));
     member_->backend->release(pointer);
     symmetric_.erase(found);
@@ -537,8 +553,9 @@ class DeviceGroup : public GroupTransport {
 
 }  // namespace
 
-std::unique_ptr<GroupTransport> make_device_group(const char* name, const GroupSettings& settings, Backend* backend,
-                                                  int32_t rank, int32_t size, std::unique_ptr<DeviceExchange> exchange) {
+std::unique_ptr<GroupTransport> make_device_group(const char* name, const GroupSettings& settings,
+                                                  Backend* backend, int32_t rank, int32_t size,
+                                                  std::unique_ptr<DeviceExchange> exchange) {
   auto member = std::make_shared<Member>();
   member->exchange = std::move(exchange);
   member->settings = settings;

@@ -18,14 +18,16 @@ using Clock = std::chrono::steady_clock;
 
 class NcclExchange : public DeviceExchange {
  public:
-  NcclExchange(const nccl::Api& api, const GroupSettings& settings, Backend* backend, int32_t rank, int32_t size)
+  NcclExchange(const nccl::Api& api, const GroupSettings& settings, Backend* backend, int32_t rank,
+               int32_t size)
       : api_(api), settings_(settings), backend_(backend), rank_(rank), size_(size) {}
   ~NcclExchange() override { close(); }
 
   // A communicator of the group's own, so that groups do not order each other's calls.
   Status open(nccl::Comm base) {
-    NVTE_EP_TRY(backend_->with_device(
-        [&] { return check(api_, api_.ncclCommSplit(base, 0, rank_, &comm_, nullptr), "ncclCommSplit", base); }));
+    NVTE_EP_TRY(backend_->with_device([&] {
+      return check(api_, api_.ncclCommSplit(base, 0, rank_, &comm_, nullptr), "ncclCommSplit", base);
+    }));
     NVTE_EP_TRY(agree("group_create", group_agreement(settings_), nullptr));
     if (settings_.eager()) return Status();
     NVTE_EP_TRY(outbox_.reserve(backend_, outbox_bytes(settings_, size_)));
@@ -45,13 +47,14 @@ class NcclExchange : public DeviceExchange {
 
   Status gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) override {
     return backend_->with_device([&] {
-      return check(api_, api_.ncclAllGather(mine, all, static_cast<size_t>(bytes), nccl::kUint8, comm_, stream),
+      return check(api_,
+                   api_.ncclAllGather(mine, all, static_cast<size_t>(bytes), nccl::kUint8, comm_, stream),
                    "ncclAllGather", comm_);
     });
   }
 
-  Status share(const void* items, int64_t tokens, int64_t item_bytes, const ItemCounts* counts, RankArrays* received,
-               nvte_ep_stream_t stream) override {
+  Status share(const void* items, int64_t tokens, int64_t item_bytes, const ItemCounts* counts,
+               RankArrays* received, nvte_ep_stream_t stream) override {
     return travel(items, counts == nullptr, tokens, item_bytes, counts, received, stream);
   }
   Status give_back(const void* items, int64_t tokens, int64_t item_bytes, const ItemCounts* counts,
@@ -76,8 +79,8 @@ class NcclExchange : public DeviceExchange {
         const int64_t first = all[static_cast<size_t>(i)];
         const int64_t other = all[static_cast<size_t>(r * n + i)];
         if (first == other) continue;
-        return invalid_argument(mine[static_cast<size_t>(i)].name, ": expected the same on every rank, got ", first,
-                                " on rank 0 and ", other, " on rank ", r);
+        return invalid_argument(mine[static_cast<size_t>(i)].name, ": expected the same on every rank, got ",
+                                first, " on rank 0 and ", other, " on rank ", r);
       }
     }
     return Status();
@@ -92,9 +95,9 @@ class NcclExchange : public DeviceExchange {
       int32_t ignored;
       NVTE_EP_TRY(failure(&ignored));
       if (Clock::now() > deadline) {
-        return fail(NVTE_EP_STATUS_TIMEOUT, text(step, ": a peer did not arrive within ",
-                                                 static_cast<double>(settings_.timeout_ns) * 1e-9,
-                                                 " s (NCCL does not tell which)"));
+        return fail(NVTE_EP_STATUS_TIMEOUT,
+                    text(step, ": a peer did not arrive within ",
+                         static_cast<double>(settings_.timeout_ns) * 1e-9, " s (NCCL does not tell which)"));
       }
       std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
@@ -143,10 +146,12 @@ class NcclExchange : public DeviceExchange {
       uint8_t* target = inbox_.as<uint8_t>();
       for (int32_t r = 0; r < size_ && status.ok(); ++r) {
         const int64_t out = (counts != nullptr ? counts->send[static_cast<size_t>(r)] : tokens) * item_bytes;
-        const int64_t in = (counts != nullptr ? counts->receive[static_cast<size_t>(r)] : tokens) * item_bytes;
+        const int64_t in =
+            (counts != nullptr ? counts->receive[static_cast<size_t>(r)] : tokens) * item_bytes;
         if (out > 0) {
-          status = check(api_, api_.ncclSend(source, static_cast<size_t>(out), nccl::kUint8, r, comm_, stream),
-                         "ncclSend", comm_);
+          status =
+              check(api_, api_.ncclSend(source, static_cast<size_t>(out), nccl::kUint8, r, comm_, stream),
+                    "ncclSend", comm_);
         }
         if (status.ok() && in > 0) {
           status = check(api_, api_.ncclRecv(target, static_cast<size_t>(in), nccl::kUint8, r, comm_, stream),
@@ -188,7 +193,8 @@ Status make_nccl_id(uint8_t* unique_id) {
   return Status();
 }
 
-Status create_nccl_communicator(const CommunicatorSettings& settings, std::unique_ptr<Communicator>* communicator) {
+Status create_nccl_communicator(const CommunicatorSettings& settings,
+                                std::unique_ptr<Communicator>* communicator) {
   const nccl::Api* api = nullptr;
   NVTE_EP_TRY(nccl::load(&api));
   nccl::UniqueId id;
@@ -203,9 +209,11 @@ Status create_nccl_communicator(const CommunicatorSettings& settings, std::uniqu
   NVTE_EP_TRY(find_backend(Device{NVTE_EP_DEVICE_CUDA, settings.device_id}, 0, &backend));
   nccl::Comm comm = nullptr;
   NVTE_EP_TRY(backend->with_device([&] {
-    return check(*api, api->ncclCommInitRank(&comm, settings.size, id, settings.rank), "ncclCommInitRank", nullptr);
+    return check(*api, api->ncclCommInitRank(&comm, settings.size, id, settings.rank), "ncclCommInitRank",
+                 nullptr);
   }));
-  *communicator = std::make_unique<NcclCommunicator>(*api, comm, settings.rank, settings.size, settings.device_id);
+  *communicator =
+      std::make_unique<NcclCommunicator>(*api, comm, settings.rank, settings.size, settings.device_id);
   return Status();
 }
 
@@ -222,8 +230,9 @@ Status split_nccl_communicator(void* nccl_comm, std::unique_ptr<Communicator>* c
   Backend* backend = nullptr;
   NVTE_EP_TRY(find_backend(Device{NVTE_EP_DEVICE_CUDA, device}, 0, &backend));
   nccl::Comm comm = nullptr;
-  NVTE_EP_TRY(backend->with_device(
-      [&] { return check(*api, api->ncclCommSplit(given, 0, rank, &comm, nullptr), "ncclCommSplit", given); }));
+  NVTE_EP_TRY(backend->with_device([&] {
+    return check(*api, api->ncclCommSplit(given, 0, rank, &comm, nullptr), "ncclCommSplit", given);
+  }));
   *communicator = std::make_unique<NcclCommunicator>(*api, comm, rank, size, device);
   return Status();
 }
@@ -244,8 +253,8 @@ Status create_nccl(Communicator* comm, const GroupSettings& settings, Backend* b
   return Status();
 }
 
-void nccl_memory(const Communicator& comm, const GroupSettings& settings, int64_t* group_bytes, int64_t* exchange_bytes,
-                 int64_t* handle_bytes) {
+void nccl_memory(const Communicator& comm, const GroupSettings& settings, int64_t* group_bytes,
+                 int64_t* exchange_bytes, int64_t* handle_bytes) {
   *exchange_bytes = settings.eager() ? 0 : 2 * outbox_bytes(settings, comm.size());
   *group_bytes = *exchange_bytes;
   *handle_bytes = device_handle_bytes(settings, comm.size());

@@ -30,14 +30,15 @@ class NcclCommunicator : public Communicator {
 };
 
 Status make_nccl_id(uint8_t* unique_id);
-Status create_nccl_communicator(const CommunicatorSettings& settings, std::unique_ptr<Communicator>* communicator);
+Status create_nccl_communicator(const CommunicatorSettings& settings,
+                                std::unique_ptr<Communicator>* communicator);
 Status split_nccl_communicator(void* nccl_comm, std::unique_ptr<Communicator>* communicator);
 
 Status probe_nccl(const Communicator& comm, const GroupSettings& settings);
 Status create_nccl(Communicator* comm, const GroupSettings& settings, Backend* backend,
                    std::unique_ptr<GroupTransport>* group);
-void nccl_memory(const Communicator& comm, const GroupSettings& settings, int64_t* group_bytes, int64_t* exchange_bytes,
-                 int64_t* handle_bytes);
+void nccl_memory(const Communicator& comm, const GroupSettings& settings, int64_t* group_bytes,
+                 int64_t* exchange_bytes, int64_t* handle_bytes);
 
 }  // namespace nvte_ep
 

@@ -15,7 +15,8 @@ constexpr int kMinimumVersion = 21800;  // ncclCommSplit
 // site-packages of the wheel that this library was installed from: <site>/nvte_ep/lib/libnvte_ep.so.
 std::string site_packages() {
   Dl_info info;
-  if (dladdr(reinterpret_cast<const void*>(&site_packages), &info) == 0 || info.dli_fname == nullptr) return "";
+  if (dladdr(reinterpret_cast<const void*>(&site_packages), &info) == 0 || info.dli_fname == nullptr)
+    return "";
   std::string path = info.dli_fname;
   for (int level = 0; level < 3; ++level) {
     const size_t slash = path.rfind('/');
@@ -66,9 +67,10 @@ Status fill(void* library, Api* api) {
   if (api->ncclGetVersion != nullptr) api->ncclGetVersion(&api->version);
   api->path = loaded_path(dlsym(library, "ncclGetVersion"));
   if (missing.empty() && api->version >= kMinimumVersion) return Status();
-  return unsupported("NCCL: expected version ", kMinimumVersion, " or newer, got ", api->version, " from ", api->path,
-                     missing.empty() ? "" : ", which lacks" + missing,
-                     "; install a newer one (pip install -U nvidia-nccl-cu12 or nvidia-nccl-cu13, never both)");
+  return unsupported(
+      "NCCL: expected version ", kMinimumVersion, " or newer, got ", api->version, " from ", api->path,
+      missing.empty() ? "" : ", which lacks" + missing,
+      "; install a newer one (pip install -U nvidia-nccl-cu12 or nvidia-nccl-cu13, never both)");
 }
 
 Status open(Api* api) {
@@ -80,13 +82,15 @@ Status open(Api* api) {
     const char* reason = dlerror();
     tried += "\n  " + std::string(reason ? reason : path);
   }
-  return unsupported("NCCL: could not load ", kName, ": install it (pip install nvidia-nccl-cu12 or nvidia-nccl-cu13, ",
+  return unsupported("NCCL: could not load ", kName,
+                     ": install it (pip install nvidia-nccl-cu12 or nvidia-nccl-cu13, ",
                      "never both) or set NVTE_EP_NCCL_LIBRARY to its path. Tried:", tried);
 }
 
 }  // namespace
 
-std::vector<std::string> library_candidates(const char* configured, const std::vector<std::string>& wheel_paths,
+std::vector<std::string> library_candidates(const char* configured,
+                                            const std::vector<std::string>& wheel_paths,
                                             const char* system_name) {
   if (configured != nullptr && configured[0] != '\0') return {configured};
   std::vector<std::string> candidates;
@@ -114,8 +118,9 @@ Status load(const Api** api) {
 Status check(const Api& api, Result result, const char* call, Comm comm) {
   if (result == 0 || result == kInProgress) return Status();
   const char* detail = api.ncclGetLastError(comm);
-  return Status(NVTE_EP_STATUS_TRANSPORT, text(call, ": ", api.ncclGetErrorString(result),
-                                               detail != nullptr && detail[0] != '\0' ? text(" (", detail, ")") : ""));
+  return Status(NVTE_EP_STATUS_TRANSPORT,
+                text(call, ": ", api.ncclGetErrorString(result),
+                     detail != nullptr && detail[0] != '\0' ? text(" (", detail, ")") : ""));
 }
 
 }  // namespace nccl

@@ -42,7 +42,8 @@ struct Api {
   const char* (*ncclGetLastError)(Comm comm);
   Result (*ncclGroupStart)();
   Result (*ncclGroupEnd)();
-  Result (*ncclSend)(const void* buffer, size_t count, DataType type, int peer, Comm comm, nvte_ep_stream_t stream);
+  Result (*ncclSend)(const void* buffer, size_t count, DataType type, int peer, Comm comm,
+                     nvte_ep_stream_t stream);
   Result (*ncclRecv)(void* buffer, size_t count, DataType type, int peer, Comm comm, nvte_ep_stream_t stream);
   Result (*ncclAllGather)(const void* send, void* receive, size_t count, DataType type, Comm comm,
                           nvte_ep_stream_t stream);
@@ -63,7 +64,8 @@ Status check(const Api& api, Result result, const char* call, Comm comm);
 
 // Places where a library of this name may lie, in the order in which they are tried: the wheels' folder beside this library
 // for each of the relative folders given, then the plain name for the system.
-std::vector<std::string> library_candidates(const char* configured, const std::vector<std::string>& wheel_paths,
+std::vector<std::string> library_candidates(const char* configured,
+                                            const std::vector<std::string>& wheel_paths,
                                             const char* system_name);
 
 }  // namespace nccl

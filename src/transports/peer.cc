@@ -22,9 +22,13 @@ constexpr int64_t kFlagBytes = 4096;
 
 class PeerExchange : public DeviceExchange {
  public:
-  PeerExchange(const GroupSettings& settings, Backend* backend, std::shared_ptr<Rendezvous> rendezvous, int32_t rank,
-               int32_t size)
-      : settings_(settings), backend_(backend), rendezvous_(std::move(rendezvous)), rank_(rank), size_(size) {}
+  PeerExchange(const GroupSettings& settings, Backend* backend, std::shared_ptr<Rendezvous> rendezvous,
+               int32_t rank, int32_t size)
+      : settings_(settings),
+        backend_(backend),
+        rendezvous_(std::move(rendezvous)),
+        rank_(rank),
+        size_(size) {}
   ~PeerExchange() override {
     close();
     if (report_ != nullptr) backend_->release_shared(report_);
@@ -41,7 +45,8 @@ class PeerExchange : public DeviceExchange {
         [&](std::shared_ptr<void>* word) -> Status {
           void* memory = nullptr;
           NVTE_EP_TRY(backend_->allocate_shared(sizeof(int32_t), &memory));
-          *word = std::shared_ptr<void>(memory, [backend = backend_](void* p) { backend->release_shared(p); });
+          *word =
+              std::shared_ptr<void>(memory, [backend = backend_](void* p) { backend->release_shared(p); });
           return Status();
         },
         &abort_));
@@ -55,19 +60,20 @@ class PeerExchange : public DeviceExchange {
     mine.rows = pool_.as<void>();
     mine.row_stride = settings_.device.id;
     std::vector<const void*> pointers(static_cast<size_t>(3 * size_));
-    return rendezvous_->exchange(rank_, mine, settings_.timeout_ns, [&](const std::vector<Publication>& all) -> Status {
-      for (int32_t r = 0; r < size_; ++r) {
-        const Publication& p = all[static_cast<size_t>(r)];
-        NVTE_EP_TRY(backend_->with_device(
-            [&] { return enable_peer_access(settings_.device.id, static_cast<int32_t>(p.row_stride)); }));
-        const uint8_t* pool = static_cast<const uint8_t*>(p.rows);
-        pointers[static_cast<size_t>(r)] = pool;
-        pointers[static_cast<size_t>(size_ + r)] = pool + index_offset_;
-        pointers[static_cast<size_t>(2 * size_ + r)] = pool + outbox_offset_;
-      }
-      NVTE_EP_TRY(pointers_.reserve(backend_, 3 * size_ * 8));
-      return backend_->upload(pointers_.as<void>(), pointers.data(), 3 * size_ * 8, nullptr);
-    });
+    return rendezvous_->exchange(
+        rank_, mine, settings_.timeout_ns, [&](const std::vector<Publication>& all) -> Status {
+          for (int32_t r = 0; r < size_; ++r) {
+            const Publication& p = all[static_cast<size_t>(r)];
+            NVTE_EP_TRY(backend_->with_device(
+                [&] { return enable_peer_access(settings_.device.id, static_cast<int32_t>(p.row_stride)); }));
+            const uint8_t* pool = static_cast<const uint8_t*>(p.rows);
+            pointers[static_cast<size_t>(r)] = pool;
+            pointers[static_cast<size_t>(size_ + r)] = pool + index_offset_;
+            pointers[static_cast<size_t>(2 * size_ + r)] = pool + outbox_offset_;
+          }
+          NVTE_EP_TRY(pointers_.reserve(backend_, 3 * size_ * 8));
+          return backend_->upload(pointers_.as<void>(), pointers.data(), 3 * size_ * 8, nullptr);
+        });
   }
 
   bool exact_counts() const override { return false; }
@@ -86,7 +92,8 @@ class PeerExchange : public DeviceExchange {
     NVTE_EP_TRY(backend_->copy_rows(indices, bytes, mine, bytes, bytes, 1, stream));
     NVTE_EP_TRY(meet(stream));
     return backend_->with_device([&] {
-      return launch_pull_blocks(pointers_.as<const void*>() + size_, size_, bytes, all, backend_->num_sms(), stream);
+      return launch_pull_blocks(pointers_.as<const void*>() + size_, size_, bytes, all, backend_->num_sms(),
+                                stream);
     });
   }
 
@@ -103,7 +110,8 @@ class PeerExchange : public DeviceExchange {
     Publication p;
     p.step = step;
     for (const Agreed& a : mine) p.agree_on(a.name, a.value);
-    return rendezvous_->exchange(rank_, p, settings_.timeout_ns, [](const std::vector<Publication>&) { return Status(); });
+    return rendezvous_->exchange(rank_, p, settings_.timeout_ns,
+                                 [](const std::vector<Publication>&) { return Status(); });
   }
 
   Status wait(const char*, nvte_ep_stream_t stream) override {
@@ -186,9 +194,9 @@ class PeerExchange : public DeviceExchange {
   DeviceBuffer pool_, pointers_;
   int64_t index_offset_ = 0;
   int64_t outbox_offset_ = 0;
-  void* report_ = nullptr;         // a MeetingReport that the device writes
-  std::shared_ptr<void> abort_;    // one word for the group
-  bool open_ = false;    // the outbox may be written
+  void* report_ = nullptr;       // a MeetingReport that the device writes
+  std::shared_ptr<void> abort_;  // one word for the group
+  bool open_ = false;            // the outbox may be written
   bool closed_ = false;
 };
 
@@ -196,24 +204,28 @@ class PeerExchange : public DeviceExchange {
 
 Status probe_peer(const Communicator& comm, const GroupSettings& settings) {
   if (settings.device.is_host()) return unsupported("peer works on CUDA devices, not on host memory");
-  if (comm.kind() != NVTE_EP_COMM_THREADS) return unsupported("peer works between ranks of one process so far");
+  if (comm.kind() != NVTE_EP_COMM_THREADS)
+    return unsupported("peer works between ranks of one process so far");
   if (settings.zero_copy) return unsupported("peer has no zero_copy yet");
   // The flags and the epoch share one page.
-  if (comm.size() > static_cast<int32_t>(kFlagBytes / 4) - 1) return unsupported("peer: expected at most 1023 ranks, got ", comm.size());
+  if (comm.size() > static_cast<int32_t>(kFlagBytes / 4) - 1)
+    return unsupported("peer: expected at most 1023 ranks, got ", comm.size());
   return Status();
 }
 
 Status create_peer(Communicator* comm, const GroupSettings& settings, Backend* backend,
                    std::unique_ptr<GroupTransport>* group) {
-  auto exchange = std::make_unique<PeerExchange>(settings, backend, next_rendezvous(comm), comm->rank(), comm->size());
+  auto exchange =
+      std::make_unique<PeerExchange>(settings, backend, next_rendezvous(comm), comm->rank(), comm->size());
   NVTE_EP_TRY(exchange->open());
   *group = make_device_group("peer", settings, backend, comm->rank(), comm->size(), std::move(exchange));
   return Status();
 }
 
-void peer_memory(const Communicator& comm, const GroupSettings& settings, int64_t* group_bytes, int64_t* exchange_bytes,
-                 int64_t* handle_bytes) {
-  *exchange_bytes = outbox_bytes(settings, comm.size()) + settings.max_tokens_per_rank * settings.max_top_k * 4 + kFlagBytes;
+void peer_memory(const Communicator& comm, const GroupSettings& settings, int64_t* group_bytes,
+                 int64_t* exchange_bytes, int64_t* handle_bytes) {
+  *exchange_bytes = outbox_bytes(settings, comm.size()) +
+                    settings.max_tokens_per_rank * settings.max_top_k * 4 + kFlagBytes;
   *group_bytes = *exchange_bytes;
   *handle_bytes = device_handle_bytes(settings, comm.size());
 }

@@ -12,8 +12,8 @@ namespace nvte_ep {
 Status probe_peer(const Communicator& comm, const GroupSettings& settings);
 Status create_peer(Communicator* comm, const GroupSettings& settings, Backend* backend,
                    std::unique_ptr<GroupTransport>* group);
-void peer_memory(const Communicator& comm, const GroupSettings& settings, int64_t* group_bytes, int64_t* exchange_bytes,
-                 int64_t* handle_bytes);
+void peer_memory(const Communicator& comm, const GroupSettings& settings, int64_t* group_bytes,
+                 int64_t* exchange_bytes, int64_t* handle_bytes);
 
 }  // namespace nvte_ep
 

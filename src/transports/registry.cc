@@ -1,4 +1,6 @@
 // THE list of transports, in the order in which AUTO tries them.
+#include <algorithm>
+
 #include "core/transport.h"
 #include "transports/nccl.h"
 #if defined(NVTE_EP_WITH_CUDA)
@@ -12,17 +14,18 @@ namespace {
 struct TransportRow {
   int32_t id;
   const char* name;
+  bool on_device;
   Status (*probe)(const Communicator&, const GroupSettings&);  // OK, or UNSUPPORTED with the reason
   Status (*create)(Communicator*, const GroupSettings&, Backend*, std::unique_ptr<GroupTransport>*);
   void (*memory)(const Communicator&, const GroupSettings&, int64_t*, int64_t*, int64_t*);
 };
 
 constexpr TransportRow kTransports[] = {
-    {NVTE_EP_TRANSPORT_THREADS, "threads", probe_threads, create_threads, threads_memory},
+    {NVTE_EP_TRANSPORT_THREADS, "threads", false, probe_threads, create_threads, threads_memory},
 #if defined(NVTE_EP_WITH_CUDA)
-    {NVTE_EP_TRANSPORT_PEER, "peer", probe_peer, create_peer, peer_memory},
+    {NVTE_EP_TRANSPORT_PEER, "peer", true, probe_peer, create_peer, peer_memory},
 #endif
-    {NVTE_EP_TRANSPORT_NCCL, "nccl", probe_nccl, create_nccl, nccl_memory},
+    {NVTE_EP_TRANSPORT_NCCL, "nccl", true, probe_nccl, create_nccl, nccl_memory},
 };
 
 struct MissingRow {
@@ -40,7 +43,8 @@ Status unknown_kind(int32_t kind) {
   return unsupported("kind: expected 1 (THREADS) or 2 (NCCL), got ", kind);
 }
 
-Status select(const Communicator& comm, const GroupSettings& settings, int32_t transport, const TransportRow** row) {
+Status select(const Communicator& comm, const GroupSettings& settings, int32_t transport,
+              const TransportRow** row) {
   std::string reasons;
   for (const TransportRow& candidate : kTransports) {
     if (transport != NVTE_EP_TRANSPORT_AUTO && transport != candidate.id) continue;
@@ -67,7 +71,8 @@ Status make_unique_id(int32_t kind, uint8_t* unique_id) {
   return Status();
 }
 
-Status create_communicator(const CommunicatorSettings& settings, std::unique_ptr<Communicator>* communicator) {
+Status create_communicator(const CommunicatorSettings& settings,
+                           std::unique_ptr<Communicator>* communicator) {
   if (settings.kind == NVTE_EP_COMM_NCCL) return create_nccl_communicator(settings, communicator);
   if (settings.kind != NVTE_EP_COMM_THREADS) return unknown_kind(settings.kind);
   return create_thread_communicator(settings.unique_id, settings.rank, settings.size, communicator);
@@ -77,8 +82,8 @@ Status borrow_nccl_communicator(void* nccl_comm, std::unique_ptr<Communicator>* 
   return split_nccl_communicator(nccl_comm, communicator);
 }
 
-Status create_transport(Communicator* comm, const GroupSettings& settings, int32_t transport, Backend* backend,
-                        std::unique_ptr<GroupTransport>* group) {
+Status create_transport(Communicator* comm, const GroupSettings& settings, int32_t transport,
+                        Backend* backend, std::unique_ptr<GroupTransport>* group) {
   const TransportRow* row = nullptr;
   NVTE_EP_TRY(select(*comm, settings, transport, &row));
   return row->create(comm, settings, backend, group);
@@ -94,7 +99,13 @@ Status transport_memory(const Communicator& comm, const GroupSettings& settings,
 
 std::vector<Availability> list_transports() {
   std::vector<Availability> list;
-  for (const TransportRow& row : kTransports) list.push_back({row.name, true, ""});
+  const std::vector<Availability> backends = list_backends();
+  const auto cuda = std::find_if(backends.begin(), backends.end(),
+                                 [](const Availability& b) { return b.name == std::string("cuda"); });
+  for (const TransportRow& row : kTransports) {
+    list.push_back(row.on_device ? Availability{row.name, cuda->available, cuda->reason}
+                                 : Availability{row.name, true, ""});
+  }
   for (const MissingRow& row : kMissing) list.push_back({row.name, false, kMissingReason});
   return list;
 }

@@ -31,7 +31,8 @@ void Rendezvous::fail(nvte_ep_status_t code, int32_t rank, const std::string& me
   changed_.notify_all();
 }
 
-Status Rendezvous::common(const std::function<Status(std::shared_ptr<void>*)>& make, std::shared_ptr<void>* object) {
+Status Rendezvous::common(const std::function<Status(std::shared_ptr<void>*)>& make,
+                          std::shared_ptr<void>* object) {
   const std::lock_guard<std::mutex> lock(common_mutex_);
   if (!common_) NVTE_EP_TRY(make(&common_));
   *object = common_;
@@ -47,7 +48,8 @@ void Rendezvous::leave(int32_t rank) {
   const std::lock_guard<std::mutex> lock(mutex_);
   left_[rank] = true;
   if (num_arrived_ > 0 && !arrived_[rank]) {
-    fail(NVTE_EP_STATUS_PEER_FAILED, rank, text("rank ", rank, " destroyed its group while others waited for it"));
+    fail(NVTE_EP_STATUS_PEER_FAILED, rank,
+         text("rank ", rank, " destroyed its group while others waited for it"));
   }
 }
 
@@ -62,13 +64,14 @@ Status Rendezvous::disagreement() const {
   for (int32_t r = 1; r < size_; ++r) {
     const Publication& other = publications_[r];
     if (std::strcmp(first.step, other.step) != 0) {
-      return invalid_argument("every rank of a group makes the same calls: rank 0 is in ", first.step, ", rank ", r,
-                              " in ", other.step);
+      return invalid_argument("every rank of a group makes the same calls: rank 0 is in ", first.step,
+                              ", rank ", r, " in ", other.step);
     }
     for (int i = 0; i < first.num_settings; ++i) {
       if (first.settings[i].value == other.settings[i].value) continue;
       return invalid_argument(first.settings[i].name, ": expected the same on every rank, got ",
-                              first.settings[i].value, " on rank 0 and ", other.settings[i].value, " on rank ", r);
+                              first.settings[i].value, " on rank 0 and ", other.settings[i].value,
+                              " on rank ", r);
     }
   }
   return Status();
@@ -99,13 +102,15 @@ Status Rendezvous::exchange(int32_t rank, const Publication& mine, int64_t timeo
     const bool in_time =
         changed_.wait_until(lock, deadline, [&] { return round_ != round || !failure_.ok(); });
     if (!in_time) {
-      const int32_t late = static_cast<int32_t>(std::find(arrived_.begin(), arrived_.end(), false) - arrived_.begin());
+      const int32_t late =
+          static_cast<int32_t>(std::find(arrived_.begin(), arrived_.end(), false) - arrived_.begin());
       std::string all;
       for (int32_t r = 0; r < size_; ++r) {
         if (!arrived_[r]) all += (all.empty() ? "" : ", ") + std::to_string(r);
       }
       fail(NVTE_EP_STATUS_TIMEOUT, late,
-           text(mine.step, ": rank ", all, " did not arrive within ", static_cast<double>(timeout_ns) * 1e-9, " s"));
+           text(mine.step, ": rank ", all, " did not arrive within ", static_cast<double>(timeout_ns) * 1e-9,
+                " s"));
     }
     if (round_ == round) return failure_;
   }
@@ -116,7 +121,8 @@ Status Rendezvous::exchange(int32_t rank, const Publication& mine, int64_t timeo
     status = run(work, publications_);
     lock.lock();
   }
-  if (!status.ok() && outcome_.ok()) outcome_ = Status(status.code(), text("rank ", rank, ": ", status.message()));
+  if (!status.ok() && outcome_.ok())
+    outcome_ = Status(status.code(), text("rank ", rank, ": ", status.message()));
   if (--num_working_ == 0) {
     changed_.notify_all();
   } else {

@@ -62,7 +62,8 @@ std::shared_ptr<World> find_world(const WorldId& id, int32_t size) {
   static std::mutex mutex;
   static std::map<WorldId, std::weak_ptr<World>> worlds;
   const std::lock_guard<std::mutex> lock(mutex);
-  for (auto it = worlds.begin(); it != worlds.end();) it = it->second.expired() ? worlds.erase(it) : std::next(it);
+  for (auto it = worlds.begin(); it != worlds.end();)
+    it = it->second.expired() ? worlds.erase(it) : std::next(it);
   std::shared_ptr<World> world = worlds[id].lock();
   if (!world) worlds[id] = world = std::make_shared<World>(size);
   return world;
@@ -91,7 +92,7 @@ struct Member {
 
   mutable std::mutex mutex;
   std::deque<Finding> findings;
-  std::map<const uint8_t*, int64_t> symmetric;  // base -> bytes, in order of address
+  std::map<const uint8_t*, int64_t> symmetric;        // base -> bytes, in order of address
   std::map<const uint8_t*, int64_t> symmetric_order;  // base -> how many were allocated before it
   int64_t num_symmetric = 0;
 
@@ -183,7 +184,8 @@ class ThreadHandle : public HandleTransport {
       shape.num_local_experts = member_->local_experts();
       shape.top_k = settings_.top_k;
       shape.alignment = settings_.alignment;
-      shape.capacity = member_->settings.eager() ? std::numeric_limits<int64_t>::max() : member_->settings.recv_capacity;
+      shape.capacity =
+          member_->settings.eager() ? std::numeric_limits<int64_t>::max() : member_->settings.recv_capacity;
       build_routing(sources, shape, &routing_);
       return Status();
     }));
@@ -202,8 +204,8 @@ class ThreadHandle : public HandleTransport {
     const size_t total = static_cast<size_t>(routing_.total_rows);
     for (const TensorView* slots : {&call.slot_source, &call.slot_expert}) {
       if (slots->data != nullptr && slots->size() < routing_.total_rows) {
-        return invalid_argument(slots == &call.slot_source ? "slot_source" : "slot_expert", ": expected at least ",
-                                routing_.total_rows, " slots, got ", slots->size());
+        return invalid_argument(slots == &call.slot_source ? "slot_source" : "slot_expert",
+                                ": expected at least ", routing_.total_rows, " slots, got ", slots->size());
       }
     }
     if (call.slot_source.data != nullptr) {
@@ -286,7 +288,8 @@ class ThreadHandle : public HandleTransport {
       reduce.partial_format = call.format;
       NVTE_EP_TRY(member_->backend->reduce_rows(reduce, stream));
       if (call.scalars.data == nullptr) return Status();
-      return member_->backend->gather_scalars(settings_.top_k, slots_.data(), scalars_.view(), call.scalars, stream);
+      return member_->backend->gather_scalars(settings_.top_k, slots_.data(), scalars_.view(), call.scalars,
+                                              stream);
     });
   }
 
@@ -339,8 +342,8 @@ class ThreadHandle : public HandleTransport {
   HandleSettings settings_;
   bool prepared_ = false;
   int64_t tokens_ = 0;
-  std::vector<int32_t> indices_;     // [T, K] clean
-  std::vector<SlotAddress> slots_;   // [T, K]; the receiving ranks write it during prepare
+  std::vector<int32_t> indices_;    // [T, K] clean
+  std::vector<SlotAddress> slots_;  // [T, K]; the receiving ranks write it during prepare
   Routing routing_;
   // Filled in each step
   HostRankArrays rows_, weights_, scalars_;
@@ -388,7 +391,8 @@ class ThreadGroup : public GroupTransport {
       const auto found = member_->symmetric_order.find(static_cast<uint8_t*>(pointer));
       if (found != member_->symmetric_order.end()) order = found->second;
     }
-    if (order < 0) return invalid_argument("pointer: expected one from mem_alloc of this group, got ", pointer);
+    if (order < 0)
+      return invalid_argument("pointer: expected one from mem_alloc of this group, got ", pointer);
     Publication mine;
     mine.step = "mem_free";
     mine.agree_on("allocation (the n-th of the group)", order);
@@ -402,7 +406,8 @@ class ThreadGroup : public GroupTransport {
 
   bool is_symmetric(const void* pointer, int64_t bytes) const override {
     const int64_t first = member_->symmetric_place(pointer);
-    const int64_t last = member_->symmetric_place(static_cast<const uint8_t*>(pointer) + std::max<int64_t>(bytes, 1) - 1);
+    const int64_t last =
+        member_->symmetric_place(static_cast<const uint8_t*>(pointer) + std::max<int64_t>(bytes, 1) - 1);
     return first >= 0 && last - first == std::max<int64_t>(bytes, 1) - 1;
   }
 
@@ -463,7 +468,8 @@ Status create_thread_communicator(const uint8_t* id, int32_t rank, int32_t size,
                                   std::unique_ptr<Communicator>* communicator) {
   std::shared_ptr<World> world;
   if (id == nullptr) {
-    if (size != 1) return invalid_argument("config.unique_id: expected an id from nvte_ep_unique_id, got NULL");
+    if (size != 1)
+      return invalid_argument("config.unique_id: expected an id from nvte_ep_unique_id, got NULL");
     world = std::make_shared<World>(1);
   } else {
     WorldId key;
@@ -474,8 +480,8 @@ Status create_thread_communicator(const uint8_t* id, int32_t rank, int32_t size,
     world = find_world(key, size);
   }
   if (world->size() != size) {
-    return invalid_argument("config.num_ranks: expected ", world->size(), " as another rank with this id said, got ",
-                            size);
+    return invalid_argument("config.num_ranks: expected ", world->size(),
+                            " as another rank with this id said, got ", size);
   }
   if (!world->take(rank)) {
     return invalid_argument("config.rank: rank ", rank, " of this id already exists");
@@ -486,7 +492,8 @@ Status create_thread_communicator(const uint8_t* id, int32_t rank, int32_t size,
 
 Status probe_threads(const Communicator& comm, const GroupSettings& settings) {
   if (comm.kind() != NVTE_EP_COMM_THREADS) return unsupported("threads needs a communicator of kind THREADS");
-  if (!settings.device.is_host()) return unsupported("threads works on host memory, not on ", device_name(settings.device));
+  if (!settings.device.is_host())
+    return unsupported("threads works on host memory, not on ", device_name(settings.device));
   return Status();
 }
 
@@ -514,8 +521,8 @@ Status create_threads(Communicator* comm, const GroupSettings& settings, Backend
   return Status();
 }
 
-void threads_memory(const Communicator&, const GroupSettings& settings, int64_t* group_bytes, int64_t* exchange_bytes,
-                    int64_t* handle_bytes) {
+void threads_memory(const Communicator&, const GroupSettings& settings, int64_t* group_bytes,
+                    int64_t* exchange_bytes, int64_t* handle_bytes) {
   *group_bytes = 0;
   *exchange_bytes = 0;
   const int64_t choices = settings.max_tokens_per_rank * settings.max_top_k;

@@ -46,7 +46,9 @@ TEST_F(ExchangeParity, GatherRows) {
       std::vector<int64_t> source(slots);
       std::vector<int32_t> choice(slots);
       for (int64_t s = 0; s < slots; ++s) {
-        source[s] = rng() % 6 == 0 ? -1 : static_cast<int64_t>(rng() % ranks) << 32 | static_cast<int64_t>(rng() % tokens);
+        source[s] = rng() % 6 == 0
+                        ? -1
+                        : static_cast<int64_t>(rng() % ranks) << 32 | static_cast<int64_t>(rng() % tokens);
         choice[s] = static_cast<int32_t>(rng() % top_k);
       }
       auto slot_source = Mirror::of(source);
@@ -96,7 +98,7 @@ TEST_F(ExchangeParity, SmallShapes) {
         r.rows.pointers = rank_rows.on(cuda);
         r.rows.strides = rank_strides.on(cuda);
         r.weights.pointers = reinterpret_cast<const void* const*>(rank_weights.on(cuda));
-            r.weights.row_stride = 4;
+        r.weights.row_stride = 4;
         r.slots = reinterpret_cast<const SlotAddress*>(map->on(cuda));
         r.result = result.on(cuda);
         r.accumulate = true;
@@ -118,20 +120,24 @@ TEST_F(ExchangeParity, ReduceRows) {
           const int ranks = 3;
           const int64_t slots = 60, tokens = 41;
           const int32_t top_k = 1 + static_cast<int32_t>(rng() % 8);
-          SCOPED_TRACE(text(dtype_name(dtype), " hidden ", hidden, " format ", format, " variant ", variant, " top_k ", top_k));
+          SCOPED_TRACE(text(dtype_name(dtype), " hidden ", hidden, " format ", format, " variant ", variant,
+                            " top_k ", top_k));
           std::vector<std::unique_ptr<Tokens>> rows;
           std::vector<std::unique_ptr<Mirror>> weights;
           std::vector<const void*> row_host, row_device;
           std::vector<const float*> weight_host, weight_device;
           for (int r = 0; r < ranks; ++r) {
             rows.push_back(std::make_unique<Tokens>(dtype, slots, hidden, hidden));
-            rows.back()->set(make_values(variant == 3 ? Data::kNonFinite : Data::kOutlierChannels, slots, hidden, &rng));
+            rows.back()->set(
+                make_values(variant == 3 ? Data::kNonFinite : Data::kOutlierChannels, slots, hidden, &rng));
             weights.push_back(Mirror::of(make_values(Data::kGaussian, 1, slots, &rng)));
             row_host.push_back(rows.back()->data->host());
             row_device.push_back(rows.back()->data->device());
             const bool weighted = variant % 2 == 1 && r != 1;
-            weight_host.push_back(weighted ? reinterpret_cast<const float*>(weights.back()->host()) : nullptr);
-            weight_device.push_back(weighted ? reinterpret_cast<const float*>(weights.back()->device()) : nullptr);
+            weight_host.push_back(weighted ? reinterpret_cast<const float*>(weights.back()->host())
+                                           : nullptr);
+            weight_device.push_back(weighted ? reinterpret_cast<const float*>(weights.back()->device())
+                                             : nullptr);
           }
           PerRank<const void*> rank_rows(row_host, row_device);
           PerRank<const float*> rank_weights(weight_host, weight_device);
@@ -139,7 +145,9 @@ TEST_F(ExchangeParity, ReduceRows) {
           PerRank<int64_t> rank_strides(strides, strides);
           std::vector<int64_t> address(static_cast<size_t>(tokens * top_k));
           for (int64_t i = 0; i < tokens * top_k; ++i) {
-            address[i] = rng() % 4 == 0 || i / top_k == 7 ? -1 : slot_address(static_cast<int32_t>(rng() % ranks), static_cast<int64_t>(rng() % slots));
+            address[i] = rng() % 4 == 0 || i / top_k == 7 ? -1
+                                                          : slot_address(static_cast<int32_t>(rng() % ranks),
+                                                                         static_cast<int64_t>(rng() % slots));
           }
           auto map = Mirror::of(address);
           Tokens result(dtype, tokens, hidden, hidden + (variant == 2 ? 3 : 0));
@@ -170,11 +178,15 @@ TEST_F(ExchangeParity, GatherScalars) {
   Rng rng(23);
   const int64_t slots = 500, tokens = 300;
   const int32_t top_k = 5;
-  auto a = Mirror::of(make_values(Data::kBits, 1, slots, &rng)), b = Mirror::of(make_values(Data::kBits, 1, slots, &rng));
-  PerRank<const float*> values({reinterpret_cast<const float*>(a->host()), reinterpret_cast<const float*>(b->host())},
-                               {reinterpret_cast<const float*>(a->device()), reinterpret_cast<const float*>(b->device())});
+  auto a = Mirror::of(make_values(Data::kBits, 1, slots, &rng)),
+       b = Mirror::of(make_values(Data::kBits, 1, slots, &rng));
+  PerRank<const float*> values(
+      {reinterpret_cast<const float*>(a->host()), reinterpret_cast<const float*>(b->host())},
+      {reinterpret_cast<const float*>(a->device()), reinterpret_cast<const float*>(b->device())});
   std::vector<int64_t> address(static_cast<size_t>(tokens * top_k));
-  for (int64_t& s : address) s = rng() % 4 == 0 ? -1 : slot_address(static_cast<int32_t>(rng() % 2), static_cast<int64_t>(rng() % slots));
+  for (int64_t& s : address)
+    s = rng() % 4 == 0 ? -1
+                       : slot_address(static_cast<int32_t>(rng() % 2), static_cast<int64_t>(rng() % slots));
   auto map = Mirror::of(address);
   Tokens out(DType::kFloat32, tokens, top_k, top_k + 2);
   for (const bool cuda : {false, true}) {
@@ -182,7 +194,8 @@ TEST_F(ExchangeParity, GatherScalars) {
     arrays.pointers = reinterpret_cast<const void* const*>(values.on(cuda));
     arrays.row_stride = 4;
     ASSERT_TRUE((cuda ? cuda_ : host_)
-                    ->gather_scalars(top_k, reinterpret_cast<const SlotAddress*>(map->on(cuda)), arrays, out.on(cuda), nullptr)
+                    ->gather_scalars(top_k, reinterpret_cast<const SlotAddress*>(map->on(cuda)), arrays,
+                                     out.on(cuda), nullptr)
                     .ok());
   }
   ASSERT_CUDA(cudaDeviceSynchronize());
@@ -193,11 +206,13 @@ TEST_F(ExchangeParity, CleanIndices) {
   Rng rng(24);
   for (const bool is_int64 : {false, true}) {
     for (const int64_t tokens : {0, 1, 33, 1000}) {
-      const int64_t top_k = 1 + static_cast<int64_t>(rng() % 8), rows = tokens - tokens / 5, stride = top_k + 2;
+      const int64_t top_k = 1 + static_cast<int64_t>(rng() % 8), rows = tokens - tokens / 5,
+                    stride = top_k + 2;
       std::vector<int64_t> index(static_cast<size_t>(rows * stride));
       for (int64_t& i : index) i = static_cast<int64_t>(rng() % 20) - 2;
       if (!index.empty() && is_int64) index[0] = (int64_t{1} << 32) + 3;  // never cut to a legal id
-      auto given = is_int64 ? Mirror::of(index) : Mirror::of(std::vector<int32_t>(index.begin(), index.end()));
+      auto given =
+          is_int64 ? Mirror::of(index) : Mirror::of(std::vector<int32_t>(index.begin(), index.end()));
       Mirror clean(static_cast<size_t>(tokens * top_k * 4));
       auto faults = Mirror::of(std::vector<int64_t>{100, 200});
       for (const bool cuda : {false, true}) {
@@ -208,8 +223,10 @@ TEST_F(ExchangeParity, CleanIndices) {
         v.shape[0] = rows;
         v.shape[1] = top_k;
         v.stride = stride;
-        ASSERT_TRUE((cuda ? cuda_ : host_)->clean_indices(v, 16, tokens, reinterpret_cast<int32_t*>(clean.on(cuda)),
-                                                          reinterpret_cast<int64_t*>(faults->on(cuda)), nullptr).ok());
+        ASSERT_TRUE((cuda ? cuda_ : host_)
+                        ->clean_indices(v, 16, tokens, reinterpret_cast<int32_t*>(clean.on(cuda)),
+                                        reinterpret_cast<int64_t*>(faults->on(cuda)), nullptr)
+                        .ok());
       }
       ASSERT_CUDA(cudaDeviceSynchronize());
       ASSERT_TRUE(clean.equal("clean"));
@@ -224,27 +241,34 @@ TEST_F(ExchangeParity, Route) {
     int32_t ranks, experts, top_k;
     int64_t tokens, alignment, capacity;
   };
-  const Case cases[] = {{1, 1, 1, 1, 1, 64},        {1, 64, 8, 4096, 128, 65536}, {2, 64, 8, 1000, 16, 8192}, {4, 256, 8, 700, 128, 1024},
-                        {8, 1024, 6, 333, 32, 640}, {3, 9, 3, 0, 8, 64},          {1, 4, 4, 257, 1, INT64_MAX}, {2, 8, 2, 100, 64, 0}};
+  const Case cases[] = {{1, 1, 1, 1, 1, 64},          {1, 64, 8, 4096, 128, 65536},
+                        {2, 64, 8, 1000, 16, 8192},   {4, 256, 8, 700, 128, 1024},
+                        {8, 1024, 6, 333, 32, 640},   {3, 9, 3, 0, 8, 64},
+                        {1, 4, 4, 257, 1, INT64_MAX}, {2, 8, 2, 100, 64, 0}};
   for (const Case& c : cases) {
     for (const bool skewed : {false, true}) {
-      SCOPED_TRACE(text(c.ranks, " ranks ", c.experts, " experts ", c.tokens, " tokens alignment ", c.alignment, " capacity ", c.capacity));
+      SCOPED_TRACE(text(c.ranks, " ranks ", c.experts, " experts ", c.tokens, " tokens alignment ",
+                        c.alignment, " capacity ", c.capacity));
       const int32_t local = c.experts / c.ranks;
       std::vector<int32_t> clean;
       for (int64_t i = 0; i < c.ranks * c.tokens; ++i) {
         std::vector<int32_t> mine(c.top_k, -1);
         for (int32_t k = 0; k < c.top_k; ++k) {
-          const int32_t e = static_cast<int32_t>(rng() % static_cast<uint64_t>(skewed ? std::min(c.experts, c.top_k + 1) : c.experts));
+          const int32_t e = static_cast<int32_t>(
+              rng() % static_cast<uint64_t>(skewed ? std::min(c.experts, c.top_k + 1) : c.experts));
           if (rng() % 9 != 0 && std::find(mine.begin(), mine.end(), e) == mine.end()) mine[k] = e;
         }
         clean.insert(clean.end(), mine.begin(), mine.end());
       }
       auto indices = Mirror::of(clean);
-      const int64_t most = c.capacity == INT64_MAX ? c.ranks * c.tokens * c.top_k + local * c.alignment : c.capacity;
+      const int64_t most =
+          c.capacity == INT64_MAX ? c.ranks * c.tokens * c.top_k + local * c.alignment : c.capacity;
       for (int32_t rank = 0; rank < c.ranks; rank += std::max(1, c.ranks - 1)) {
-        Mirror routed(local * 8), kept(local * 8), rows(local * 8), offsets(local * 8 + 8), scale_offsets(local * 8 + 8), totals(24);
+        Mirror routed(local * 8), kept(local * 8), rows(local * 8), offsets(local * 8 + 8),
+            scale_offsets(local * 8 + 8), totals(24);
         Mirror source(most * 8), choice(most * 4), expert(most * 4);
-        Mirror slots(static_cast<size_t>(c.tokens * c.top_k * 8)), in_slots(static_cast<size_t>(c.ranks * c.tokens * c.top_k * 8));
+        Mirror slots(static_cast<size_t>(c.tokens * c.top_k * 8)),
+            in_slots(static_cast<size_t>(c.ranks * c.tokens * c.top_k * 8));
         for (const bool cuda : {false, true}) {
           Route r;
           r.rank = rank;

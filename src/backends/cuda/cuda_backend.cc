@@ -36,8 +36,8 @@ Status describe_device(int device, LaunchContext* context) {
     NVTE_EP_TRY(cuda_status(cudaDeviceGetAttribute(w.value, w.attribute, device), "cudaDeviceGetAttribute"));
   }
   if (major < kMinMajor) {
-    return unsupported("CUDA device ", device, ": expected compute capability ", kMinMajor, ".0 or more, got ", major,
-                       ".", minor);
+    return unsupported("CUDA device ", device, ": expected compute capability ", kMinMajor,
+                       ".0 or more, got ", major, ".", minor);
   }
   context->device = device;
   return Status();
@@ -57,25 +57,29 @@ Status CudaBackend::on_device(nvte_ep_stream_t stream, const Function& function)
 Status CudaBackend::quantize(int32_t format, const TensorView& tokens, const RowsView& rows,
                              const CodecOptions& options, nvte_ep_stream_t stream) {
   if (rows.rows == 0) return Status();
-  return on_device(stream, [&](const LaunchContext& c) { return launch_quantize(format, tokens, rows, options, c); });
+  return on_device(stream,
+                   [&](const LaunchContext& c) { return launch_quantize(format, tokens, rows, options, c); });
 }
 
 Status CudaBackend::dequantize(int32_t format, const RowsView& rows, const TensorView& tokens,
-                               const CodecOptions& options, const RowWeighting& weighting, nvte_ep_stream_t stream) {
+                               const CodecOptions& options, const RowWeighting& weighting,
+                               nvte_ep_stream_t stream) {
   if (rows.rows == 0) return Status();
   return on_device(stream, [&](const LaunchContext& c) {
     return launch_dequantize(format, rows, tokens, options, weighting, c);
   });
 }
 
-Status CudaBackend::assemble(int32_t format, const RowsView& apart, const RowsView& packed, const CodecOptions& options,
-                             nvte_ep_stream_t stream) {
+Status CudaBackend::assemble(int32_t format, const RowsView& apart, const RowsView& packed,
+                             const CodecOptions& options, nvte_ep_stream_t stream) {
   if (apart.rows == 0) return Status();
-  return on_device(stream, [&](const LaunchContext& c) { return launch_assemble(format, apart, packed, options, c); });
+  return on_device(
+      stream, [&](const LaunchContext& c) { return launch_assemble(format, apart, packed, options, c); });
 }
 
 Status CudaBackend::direct_receive(int32_t format, const RowsView& rows, const IndexView& rows_per_expert,
-                                   const OperandView& operand, const CodecOptions& options, nvte_ep_stream_t stream) {
+                                   const OperandView& operand, const CodecOptions& options,
+                                   nvte_ep_stream_t stream) {
   return on_device(stream, [&](const LaunchContext& c) {
     return launch_direct_receive(format, rows, rows_per_expert, operand, options, c);
   });
@@ -99,8 +103,9 @@ Status CudaBackend::reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t strea
 }
 
 Status CudaBackend::synchronize() {
-  return on_device(nullptr,
-                   [&](const LaunchContext&) { return cuda_status(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); });
+  return on_device(nullptr, [&](const LaunchContext&) {
+    return cuda_status(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  });
 }
 
 Status CudaBackend::preload() {
@@ -137,12 +142,12 @@ Status CudaBackend::with_device(const std::function<Status()>& function) {
 Status CudaBackend::gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
                                    const TensorView& out, nvte_ep_stream_t stream) {
   if (out.rows() == 0 || top_k == 0) return Status();
-  return on_device(stream,
-                   [&](const LaunchContext& c) { return launch_gather_scalars(top_k, slots, values, out, c); });
+  return on_device(
+      stream, [&](const LaunchContext& c) { return launch_gather_scalars(top_k, slots, values, out, c); });
 }
 
-Status CudaBackend::clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,
-                                  int64_t* faults, nvte_ep_stream_t stream) {
+Status CudaBackend::clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens,
+                                  int32_t* clean, int64_t* faults, nvte_ep_stream_t stream) {
   return on_device(stream, [&](const LaunchContext& c) {
     return launch_clean_indices(topk_idx, num_experts, tokens, clean, faults, c);
   });
@@ -154,18 +159,20 @@ Status CudaBackend::route(const Route& route, nvte_ep_stream_t stream) {
   return on_device(stream, [&](const LaunchContext& c) { return launch_route(route, c); });
 }
 
-Status CudaBackend::copy_rows(void* to, int64_t to_stride, const void* from, int64_t from_stride, int64_t row_bytes,
-                              int64_t rows, nvte_ep_stream_t stream) {
+Status CudaBackend::copy_rows(void* to, int64_t to_stride, const void* from, int64_t from_stride,
+                              int64_t row_bytes, int64_t rows, nvte_ep_stream_t stream) {
   if (rows == 0 || row_bytes == 0) return Status();
   return on_device(stream, [&](const LaunchContext&) {
     const size_t width = static_cast<size_t>(row_bytes);
     if (rows == 1 || (to_stride == row_bytes && from_stride == row_bytes)) {
-      return cuda_status(cudaMemcpyAsync(to, from, width * static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, stream),
-                         "cudaMemcpyAsync");
+      return cuda_status(
+          cudaMemcpyAsync(to, from, width * static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, stream),
+          "cudaMemcpyAsync");
     }
-    return cuda_status(cudaMemcpy2DAsync(to, static_cast<size_t>(to_stride), from, static_cast<size_t>(from_stride),
-                                         width, static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, stream),
-                       "cudaMemcpy2DAsync");
+    return cuda_status(
+        cudaMemcpy2DAsync(to, static_cast<size_t>(to_stride), from, static_cast<size_t>(from_stride), width,
+                          static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, stream),
+        "cudaMemcpy2DAsync");
   });
 }
 
@@ -195,7 +202,8 @@ Status CudaBackend::allocate(int64_t bytes, void** pointer) {
 Status CudaBackend::allocate_shared(int64_t bytes, void** pointer) {
   return on_device(nullptr, [&](const LaunchContext&) {
     const size_t size = static_cast<size_t>(std::max<int64_t>(bytes, 1));
-    NVTE_EP_TRY(cuda_status(cudaHostAlloc(pointer, size, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc"));
+    NVTE_EP_TRY(cuda_status(cudaHostAlloc(pointer, size, cudaHostAllocPortable | cudaHostAllocMapped),
+                            "cudaHostAlloc"));
     std::memset(*pointer, 0, size);
     return Status();
   });
@@ -208,16 +216,18 @@ void CudaBackend::release_shared(void* pointer) {
 
 Status CudaBackend::upload(void* to, const void* from, int64_t bytes, nvte_ep_stream_t stream) {
   return on_device(stream, [&](const LaunchContext&) {
-    NVTE_EP_TRY(cuda_status(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, stream),
-                            "cudaMemcpyAsync"));
+    NVTE_EP_TRY(
+        cuda_status(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, stream),
+                    "cudaMemcpyAsync"));
     return cuda_status(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   });
 }
 
 Status CudaBackend::download(void* to, const void* from, int64_t bytes, nvte_ep_stream_t stream) {
   return on_device(stream, [&](const LaunchContext&) {
-    NVTE_EP_TRY(cuda_status(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream),
-                            "cudaMemcpyAsync"));
+    NVTE_EP_TRY(
+        cuda_status(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream),
+                    "cudaMemcpyAsync"));
     return cuda_status(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   });
 }

@@ -16,18 +16,20 @@ class CudaBackend : public Backend {
 
   Status quantize(int32_t format, const TensorView& tokens, const RowsView& rows, const CodecOptions& options,
                   nvte_ep_stream_t stream) override;
-  Status dequantize(int32_t format, const RowsView& rows, const TensorView& tokens, const CodecOptions& options,
-                    const RowWeighting& weighting, nvte_ep_stream_t stream) override;
+  Status dequantize(int32_t format, const RowsView& rows, const TensorView& tokens,
+                    const CodecOptions& options, const RowWeighting& weighting,
+                    nvte_ep_stream_t stream) override;
   Status assemble(int32_t format, const RowsView& apart, const RowsView& packed, const CodecOptions& options,
                   nvte_ep_stream_t stream) override;
   Status direct_receive(int32_t format, const RowsView& rows, const IndexView& rows_per_expert,
-                        const OperandView& operand, const CodecOptions& options, nvte_ep_stream_t stream) override;
-  Status swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts, uint8_t* swizzled,
-                 bool inverse, nvte_ep_stream_t stream) override;
+                        const OperandView& operand, const CodecOptions& options,
+                        nvte_ep_stream_t stream) override;
+  Status swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts,
+                 uint8_t* swizzled, bool inverse, nvte_ep_stream_t stream) override;
   Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) override;
   Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) override;
-  Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values, const TensorView& out,
-                        nvte_ep_stream_t stream) override;
+  Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
+                        const TensorView& out, nvte_ep_stream_t stream) override;
   Status synchronize() override;
   Status preload() override;
   int32_t num_sms() const override { return device_.sms; }
@@ -38,8 +40,8 @@ class CudaBackend : public Backend {
                        int64_t* faults, nvte_ep_stream_t stream) override;
   int64_t route_workspace_bytes(const Route& route) const override;
   Status route(const Route& route, nvte_ep_stream_t stream) override;
-  Status copy_rows(void* to, int64_t to_stride, const void* from, int64_t from_stride, int64_t row_bytes, int64_t rows,
-                   nvte_ep_stream_t stream) override;
+  Status copy_rows(void* to, int64_t to_stride, const void* from, int64_t from_stride, int64_t row_bytes,
+                   int64_t rows, nvte_ep_stream_t stream) override;
   Status copy_words(void* to, const void* from, int64_t words_per_item, int64_t items, const IndexView& count,
                     nvte_ep_stream_t stream) override;
   Status write_index(const TensorView& out, const int64_t* counts, nvte_ep_stream_t stream) override;

@@ -17,16 +17,18 @@ struct LaunchContext {
   int shared_bytes_per_block = 0;
 };
 
-Status launch_quantize(int32_t format, const TensorView& tokens, const RowsView& rows, const CodecOptions& options,
-                       const LaunchContext& context);
-Status launch_assemble(int32_t format, const RowsView& apart, const RowsView& packed, const CodecOptions& options,
-                       const LaunchContext& context);
-Status launch_dequantize(int32_t format, const RowsView& rows, const TensorView& tokens, const CodecOptions& options,
-                         const RowWeighting& weighting, const LaunchContext& context);
+Status launch_quantize(int32_t format, const TensorView& tokens, const RowsView& rows,
+                       const CodecOptions& options, const LaunchContext& context);
+Status launch_assemble(int32_t format, const RowsView& apart, const RowsView& packed,
+                       const CodecOptions& options, const LaunchContext& context);
+Status launch_dequantize(int32_t format, const RowsView& rows, const TensorView& tokens,
+                         const CodecOptions& options, const RowWeighting& weighting,
+                         const LaunchContext& context);
 Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexView& rows_per_expert,
-                             const OperandView& operand, const CodecOptions& options, const LaunchContext& context);
-Status launch_swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts, uint8_t* swizzled,
-                      bool inverse, const LaunchContext& context);
+                             const OperandView& operand, const CodecOptions& options,
+                             const LaunchContext& context);
+Status launch_swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts,
+                      uint8_t* swizzled, bool inverse, const LaunchContext& context);
 // The arrays of one entry per rank lie on the device, as all pointers do.
 Status launch_gather_rows(const GatherRows& gather, const LaunchContext& context);
 Status launch_reduce_rows(const ReduceRows& reduce, const LaunchContext& context);
@@ -34,8 +36,8 @@ Status launch_gather_scalars(int32_t top_k, const SlotAddress* slots, const Rank
                              const TensorView& out, const LaunchContext& context);
 Status launch_clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,
                             int64_t* faults, const LaunchContext& context);
-Status launch_copy_words(void* to, const void* from, int64_t words_per_item, int64_t items, const IndexView& count,
-                         const LaunchContext& context);
+Status launch_copy_words(void* to, const void* from, int64_t words_per_item, int64_t items,
+                         const IndexView& count, const LaunchContext& context);
 Status launch_write_index(const TensorView& out, const int64_t* counts, const LaunchContext& context);
 int64_t route_workspace_size(const Route& route);
 Status launch_route(const Route& route, const LaunchContext& context);

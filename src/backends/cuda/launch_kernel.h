@@ -65,7 +65,8 @@ struct KnownKernel {
   static const bool kKnown;
 };
 template <auto kKernel>
-const bool KnownKernel<kKernel>::kKnown = (known_kernels().push_back(reinterpret_cast<const void*>(kKernel)), true);
+const bool KnownKernel<kKernel>::kKnown =
+    (known_kernels().push_back(reinterpret_cast<const void*>(kKernel)), true);
 
 template <auto kKernel, typename... Arguments>
 Status launch_kernel(const char* what, const LaunchContext& context, const LaunchShape& shape,

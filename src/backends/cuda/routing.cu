@@ -28,8 +28,8 @@ constexpr int kLoads = 16;
 // One thread a token. top_k is small, so a choice is compared with those before it.
 template <typename Index>
 __global__ void __launch_bounds__(kCleanThreads)
-    clean_kernel(const Index* indices, int64_t rows, int64_t stride, int32_t top_k, int32_t num_experts, int64_t tokens,
-                 int32_t* clean, int64_t* faults) {
+    clean_kernel(const Index* indices, int64_t rows, int64_t stride, int32_t top_k, int32_t num_experts,
+                 int64_t tokens, int32_t* clean, int64_t* faults) {
   const int64_t t = static_cast<int64_t>(blockIdx.x) * kCleanThreads + threadIdx.x;
   int illegal = 0;
   int repeated = 0;
@@ -53,19 +53,23 @@ __global__ void __launch_bounds__(kCleanThreads)
       out[k] = expert;
     }
   }
-  if (illegal) atomicAdd(reinterpret_cast<unsigned long long*>(&faults[0]), static_cast<unsigned long long>(illegal));
-  if (repeated) atomicAdd(reinterpret_cast<unsigned long long*>(&faults[1]), static_cast<unsigned long long>(repeated));
+  if (illegal)
+    atomicAdd(reinterpret_cast<unsigned long long*>(&faults[0]), static_cast<unsigned long long>(illegal));
+  if (repeated)
+    atomicAdd(reinterpret_cast<unsigned long long*>(&faults[1]), static_cast<unsigned long long>(repeated));
 }
 
 // ---- workspace ----
 
 struct Workspace {
-  int32_t* hist;         // [chunks, experts]: counts, then where the chunk's copies begin among the expert's
-  int64_t* slab_begin;   // [experts] min(o_e, capacity) on the expert's rank
-  int64_t* kept;         // [experts]
+  int32_t* hist;        // [chunks, experts]: counts, then where the chunk's copies begin among the expert's
+  int64_t* slab_begin;  // [experts] min(o_e, capacity) on the expert's rank
+  int64_t* kept;        // [experts]
 };
 
-__host__ __device__ int64_t chunks_per_rank(const Route& r) { return (r.tokens * r.top_k + kChunk - 1) / kChunk; }
+__host__ __device__ int64_t chunks_per_rank(const Route& r) {
+  return (r.tokens * r.top_k + kChunk - 1) / kChunk;
+}
 __host__ __device__ int64_t num_chunks(const Route& r) { return chunks_per_rank(r) * r.num_ranks; }
 
 __host__ __device__ Workspace workspace_of(const Route& r) {
@@ -159,7 +163,7 @@ __global__ void __launch_bounds__(kOffsetThreads) offsets_kernel(Route r) {
   __syncthreads();
   for (int32_t rank = 0; rank < r.num_ranks; ++rank) {
     const bool mine = rank == r.rank;
-    int64_t offset = 0;        // o of the experts handled so far
+    int64_t offset = 0;  // o of the experts handled so far
     int64_t scale_offset = 0;
     int64_t dropped = 0;
     for (int32_t first = 0; first < local; first += kOffsetThreads) {
@@ -246,7 +250,8 @@ __device__ void assign_chunk(const Route& r, const Workspace& w, int64_t chunk, 
         }
       }
       if (r.in_slots) {
-        r.in_slots[c.rank * choices + i] = address >= 0 && (address >> kSlotBits) == r.rank ? address : SlotAddress{-1};
+        r.in_slots[c.rank * choices + i] =
+            address >= 0 && (address >> kSlotBits) == r.rank ? address : SlotAddress{-1};
       }
     }
   }
@@ -285,8 +290,8 @@ namespace {
 
 __global__ void copy_words_kernel(uint32_t* to, const uint32_t* from, int64_t words_per_item, int64_t items,
                                   IndexView count) {
-  const int64_t in_use = count.is_int64 ? *static_cast<const int64_t*>(count.data)
-                                        : *static_cast<const int32_t*>(count.data);
+  const int64_t in_use =
+      count.is_int64 ? *static_cast<const int64_t*>(count.data) : *static_cast<const int32_t*>(count.data);
   const int64_t words = min(items, in_use) * words_per_item;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
@@ -306,8 +311,8 @@ __global__ void write_index_kernel(void* out, bool is_int64, const int64_t* coun
 
 }  // namespace
 
-Status launch_copy_words(void* to, const void* from, int64_t words_per_item, int64_t items, const IndexView& count,
-                         const LaunchContext& context) {
+Status launch_copy_words(void* to, const void* from, int64_t words_per_item, int64_t items,
+                         const IndexView& count, const LaunchContext& context) {
   LaunchShape shape;
   shape.threads = 256;
   shape.blocks = std::min<int64_t>((items * words_per_item + 255) / 256, 4 * context.sms);
@@ -320,8 +325,8 @@ Status launch_write_index(const TensorView& out, const int64_t* counts, const La
   LaunchShape shape;
   shape.threads = 256;
   shape.blocks = (out.rows() + 255) / 256;
-  return launch_kernel<write_index_kernel>("write_index", context, shape, out.data, out.dtype == DType::kInt64, counts,
-                                           out.rows());
+  return launch_kernel<write_index_kernel>("write_index", context, shape, out.data,
+                                           out.dtype == DType::kInt64, counts, out.rows());
 }
 
 Status launch_clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,

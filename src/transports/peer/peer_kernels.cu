@@ -73,7 +73,8 @@ Status launch_meet(const Meeting& meeting, nvte_ep_stream_t stream) {
 }
 
 template <typename Word>
-Status pull_words(const void* const* blocks, int32_t size, int64_t words, void* out, int32_t sms, nvte_ep_stream_t stream) {
+Status pull_words(const void* const* blocks, int32_t size, int64_t words, void* out, int32_t sms,
+                  nvte_ep_stream_t stream) {
   const int64_t wanted = (words + kPullThreads - 1) / kPullThreads;
   const int64_t most = 2 * static_cast<int64_t>(sms) / size + 1;
   const dim3 grid(static_cast<unsigned>(wanted < most ? wanted : most), static_cast<unsigned>(size));
@@ -92,7 +93,8 @@ Status enable_peer_access(int32_t device, int32_t other) {
   if (device == other) return Status();
   int possible = 0;
   NVTE_EP_TRY(cuda_status(cudaDeviceCanAccessPeer(&possible, device, other), "cudaDeviceCanAccessPeer"));
-  if (!possible) return unsupported("peer: CUDA device ", device, " cannot access the memory of device ", other);
+  if (!possible)
+    return unsupported("peer: CUDA device ", device, " cannot access the memory of device ", other);
   const cudaError_t error = cudaDeviceEnablePeerAccess(other, 0);
   if (error == cudaErrorPeerAccessAlreadyEnabled) {
     (void)cudaGetLastError();
@@ -104,8 +106,10 @@ Status enable_peer_access(int32_t device, int32_t other) {
 Status load_peer_kernels() {
   cudaFuncAttributes attributes;
   NVTE_EP_TRY(cuda_status(cudaFuncGetAttributes(&attributes, meet_kernel), "cudaFuncGetAttributes"));
-  NVTE_EP_TRY(cuda_status(cudaFuncGetAttributes(&attributes, pull_blocks_kernel<uint4>), "cudaFuncGetAttributes"));
-  return cuda_status(cudaFuncGetAttributes(&attributes, pull_blocks_kernel<uint32_t>), "cudaFuncGetAttributes");
+  NVTE_EP_TRY(
+      cuda_status(cudaFuncGetAttributes(&attributes, pull_blocks_kernel<uint4>), "cudaFuncGetAttributes"));
+  return cuda_status(cudaFuncGetAttributes(&attributes, pull_blocks_kernel<uint32_t>),
+                     "cudaFuncGetAttributes");
 }
 
 }  // namespace nvte_ep

@@ -19,8 +19,9 @@ struct MeetingReport {
 struct Meeting {
   int32_t rank;
   int32_t size;
-  uint32_t* const* arrivals;  // [size] every rank's array [size]: in rank r's, entry s is the last meeting that s came to
-  uint32_t* epoch;            // [1] meetings of this rank so far
+  uint32_t* const*
+      arrivals;  // [size] every rank's array [size]: in rank r's, entry s is the last meeting that s came to
+  uint32_t* epoch;  // [1] meetings of this rank so far
   int64_t timeout_ns;
   MeetingReport* report;
   const int32_t* abort;  // [1] rank + 1 of the one that ended the group; 0: nobody
