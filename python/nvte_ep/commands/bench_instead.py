@@ -235,7 +235,9 @@ def _triton_receive(run: ReceiveRun, data: Data, frameworks: Frameworks) -> Inst
 
     what = "decode to BF16, quantise again, tile the scales"
     if run.case.columnwise:
-        what += "; the same of a transposed copy" + (", no RHT" if run.case.format == "nvfp4" else "")
+        what = "decode, quantise both ways, tile the scales" + (
+            ", no RHT" if run.case.format == "nvfp4" else ""
+        )
     return Instead("triton", what, [way(i) for i in range(run.sets)])
 
 

@@ -44,7 +44,8 @@ def _nvfp4_quantize(x, payload, scales, blocks, scale, BLOCKS: tl.constexpr):
     amax = tl.max(tl.abs(values), axis=1)
     block_scale = tl.minimum(amax * (scale * (1.0 / 6.0)), 448.0).to(tl.float8e4nv)
     divisor = block_scale.to(tl.float32) * (1.0 / scale)
-    multiplier = tl.where(divisor == 0, 3.4028234663852886e38, tl.div_rn(1.0, divisor))
+    one = tl.full((BLOCKS,), 1.0, tl.float32)
+    multiplier = tl.where(divisor == 0, 3.4028234663852886e38, tl.div_rn(one, divisor))
     scaled = values * multiplier[:, None]
     a = tl.abs(scaled)
     # E2M1, ties to even: how many of the seven midpoints lie below.
