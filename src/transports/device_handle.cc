@@ -536,6 +536,8 @@ class DeviceGroup : public GroupTransport {
     return Finding();
   }
 
+  Status failure() const override { return member_->check_alive(); }
+
   void abort() override { member_->exchange->abort(text("rank ", member_->rank, " aborted the group")); }
 
   void close() override {

@@ -172,7 +172,7 @@ class PeerExchange : public DeviceExchange {
     m.epoch = reinterpret_cast<uint32_t*>(pool_.as<uint8_t>() + kFlagBytes) - 1;
     m.timeout_ns = settings_.timeout_ns;
     m.report = static_cast<MeetingReport*>(report_);
-    m.abort = static_cast<const int32_t*>(abort_.get());
+    m.ended = static_cast<const int32_t*>(abort_.get());
     return backend_->with_device([&] { return launch_meet(m, stream); });
   }
 

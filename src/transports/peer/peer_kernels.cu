@@ -34,7 +34,7 @@ __global__ void meet_kernel(Meeting m) {
     const uint32_t* arrival = &m.arrivals[m.rank][peer];
     for (int spin = 0; static_cast<int32_t>(load_acquire(arrival) - epoch) < 0; ++spin) {
       if (spin % 64 != 63) continue;
-      const int32_t ended = *static_cast<volatile const int32_t*>(m.abort);
+      const int32_t ended = *static_cast<volatile const int32_t*>(m.ended);
       const bool late = now_ns() - start > m.timeout_ns;
       if (ended == 0 && !late && report->status == 0) continue;
       if (ended != 0 || late) {

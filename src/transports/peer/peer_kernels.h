@@ -15,16 +15,16 @@ struct MeetingReport {
 };
 
 // One rank's part of the flags through which the ranks of a group meet. All pointers are device pointers but report and
-// abort, which lie in host memory that the device reads and writes.
+// ended, which lie in host memory that the device reads and writes.
 struct Meeting {
   int32_t rank;
   int32_t size;
-  uint32_t* const*
-      arrivals;  // [size] every rank's array [size]: in rank r's, entry s is the last meeting that s came to
+  // [size] every rank's array [size]: in rank r's, entry s is the last meeting that s came to
+  uint32_t* const* arrivals;
   uint32_t* epoch;  // [1] meetings of this rank so far
   int64_t timeout_ns;
   MeetingReport* report;
-  const int32_t* abort;  // [1] rank + 1 of the one that ended the group; 0: nobody
+  const int32_t* ended;  // [1] rank + 1 of the one that ended the group; 0: nobody
 };
 
 // Comes to the next meeting and waits for all, timeout_ns at most. What was enqueued before is visible to the peers then, and
