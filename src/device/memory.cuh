@@ -100,11 +100,11 @@ __device__ __forceinline__ uint32_t load2(const void* from, int alignment) {
 
 // ---- asynchronous copies to shared memory: 16 bytes each, in groups that a thread waits for ----
 
-__device__ __forceinline__ void copy_async16(void* shared_to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(shared_to))),
-               "l"(from)
-               : "memory");
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ void copy_async16(uint32_t shared_to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kGroupsLeft>

@@ -104,7 +104,7 @@ inline nvte_ep_codec_options_t codec_options(const LayerCase& c, int32_t format,
   options.scale_rounding = c.scale_up ? NVTE_EP_SCALE_ROUNDING_UP : NVTE_EP_SCALE_ROUNDING_NEAREST;
   options.column_bound = c.column_max ? NVTE_EP_COLUMN_BOUND_MAX : NVTE_EP_COLUMN_BOUND_L1;
   options.rng_state = c.stochastic ? rng->tensor() : nullptr;
-  options.tensor_scale = c.tensor_scale ? tensor_scale->tensor() : nullptr;
+  options.tensor_scale = c.tensor_scale && tensor_scale ? tensor_scale->tensor() : nullptr;
   options.rank = rank;
   options.row_id_base = rank * c.max_tokens;
   return options;
@@ -403,8 +403,7 @@ class LayerRank {
       Array in(host_memory(), Type::kUInt8, {routed_->total_rows, row_bytes}, rows);
       Array counts(host_memory(), Type::kInt64, {c_.experts_per_rank}, bytes_of(routed_->rows_per_expert));
       Array rng(host_memory(), Type::kInt64, {2}, bytes_of(rng_state(step_, backward)));
-      nvte_ep_codec_options_t options = codec_options(c_, format, rank_, &rng, nullptr);
-      options.tensor_scale = nullptr;
+      const nvte_ep_codec_options_t options = codec_options(c_, format, rank_, &rng, nullptr);
       require(codec_of(format).direct_receive(in.tensor(), counts.tensor(), &operand, &options, nullptr));
       expect_bytes("operand", expected.get(), e.operand_bytes.get(), 1, 0);
     }

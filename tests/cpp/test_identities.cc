@@ -42,6 +42,7 @@ class TwoHandles {
       : memory_(*venue.memory), setting_(setting), rank_(rank), slots_(int64_t{kMaxTokens} * setting.ranks * kTopK + kExpertsPerRank * 32) {
     slots_ = (slots_ + 31) / 32 * 32;
     nvte_ep_group_config_t config = group_config(kExpertsPerRank * rank.size, kHidden, kMaxTokens, slots_);
+    config.max_top_k = kTopK;
     config.transport = venue.transport;
     config.device_type = venue.memory->device_type;
     group_ = make_group(rank, config);

@@ -62,11 +62,10 @@ struct Chunk<Nvfp4, Token> {
   uint32_t codes;
   uint32_t scale;
 
-  __device__ __forceinline__ void load(const DequantizeArguments& a, int64_t row, int64_t chunk) {
-    const uint8_t* payload = a.rows.payload + row * a.rows.payload_stride;
-    codes = Token::kBytes == 4 ? load2(payload + chunk * 2, a.payload_alignment)
-                               : load4(payload + chunk * 4, a.payload_alignment);
-    scale = a.rows.scales[row * a.rows.scales_stride + chunk * kElements<Token> / Nvfp4::kBlock];
+  __device__ __forceinline__ void load(const uint8_t* payload, const uint8_t* scales, int chunk, int alignment) {
+    codes = Token::kBytes == 4 ? load2(payload + chunk * int64_t{2}, alignment)
+                               : load4(payload + chunk * int64_t{4}, alignment);
+    scale = scales[chunk / (Nvfp4::kBlock / kElements<Token>)];
   }
   // Exact in BF16, or NaN: then the result is true.
   __device__ __forceinline__ bool decode_bf16(float token_scale, uint32_t* pairs) const {
@@ -106,11 +105,10 @@ struct Chunk<Mxfp8, Token> {
   uint2 codes;
   uint32_t scale;
 
-  __device__ __forceinline__ void load(const DequantizeArguments& a, int64_t row, int64_t chunk) {
-    const uint8_t* payload = a.rows.payload + row * a.rows.payload_stride;
-    codes = Token::kBytes == 4 ? make_uint2(load4(payload + chunk * 4, a.payload_alignment), 0)
-                               : load8(payload + chunk * 8, a.payload_alignment);
-    scale = a.rows.scales[row * a.rows.scales_stride + chunk * kElements<Token> / Mxfp8::kBlock];
+  __device__ __forceinline__ void load(const uint8_t* payload, const uint8_t* scales, int chunk, int alignment) {
+    codes = Token::kBytes == 4 ? make_uint2(load4(payload + chunk * int64_t{4}, alignment), 0)
+                               : load8(payload + chunk * int64_t{8}, alignment);
+    scale = scales[chunk / (Mxfp8::kBlock / kElements<Token>)];
   }
   __device__ __forceinline__ void values(float, float* x) const {
     const float s = e8m0_to_float(static_cast<uint8_t>(scale));
@@ -142,13 +140,12 @@ template <typename Token>
 struct Chunk<Bf16, Token> {
   uint4 pairs;
 
-  __device__ __forceinline__ void load(const DequantizeArguments& a, int64_t row, int64_t chunk) {
-    const uint8_t* payload = a.rows.payload + row * a.rows.payload_stride;
+  __device__ __forceinline__ void load(const uint8_t* payload, const uint8_t*, int chunk, int alignment) {
     if constexpr (Token::kBytes == 4) {
-      const uint2 half = load8(payload + chunk * 8, a.payload_alignment);
+      const uint2 half = load8(payload + chunk * int64_t{8}, alignment);
       pairs = make_uint4(half.x, half.y, 0, 0);
     } else {
-      pairs = load16(payload + chunk * 16, a.payload_alignment);
+      pairs = load16(payload + chunk * int64_t{16}, alignment);
     }
   }
   __device__ __forceinline__ void values(float, float* x) const {
@@ -171,8 +168,10 @@ struct Chunk<Bf16, Token> {
 
 constexpr int kChunksInFlight = 4;
 
-template <typename Format, typename Token>
+template <typename Format, typename Token, bool kAligned>
 __global__ void __launch_bounds__(kRowThreads, 4) dequantize_rows(const DequantizeArguments a, const RowThreads threads) {
+  const int payload_alignment = kAligned ? 16 : a.payload_alignment;
+  const int token_alignment = kAligned ? 16 : a.token_alignment;
   const int64_t count = rows_in_use(a.rows.rows, a.options);
   const TensorScale tensor_scale = read_tensor_scale(a.options);
   const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
@@ -181,17 +180,20 @@ __global__ void __launch_bounds__(kRowThreads, 4) dequantize_rows(const Dequanti
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * threads.rows_per_block + row_in_block; row < count;
        row += static_cast<int64_t>(gridDim.x) * threads.rows_per_block) {
     const float token_scale = std::is_same_v<Format, Nvfp4> ? row_scale(a, tensor_scale, row) : 0.0f;
+    const uint8_t* payload = a.rows.payload + row * a.rows.payload_stride;
+    const uint8_t* scales = a.rows.scales + row * a.rows.scales_stride;
     uint8_t* out = a.tokens + row * a.token_stride;
     for (int chunk = first_chunk; chunk < threads.chunks; chunk += kChunksInFlight * threads.threads_per_row) {
       Chunk<Format, Token> c[kChunksInFlight];
 #pragma unroll
       for (int i = 0; i < kChunksInFlight; ++i) {
-        if (chunk + i * threads.threads_per_row < threads.chunks) c[i].load(a, row, chunk + i * threads.threads_per_row);
+        const int at = chunk + i * threads.threads_per_row;
+        if (at < threads.chunks) c[i].load(payload, scales, at, payload_alignment);
       }
 #pragma unroll
       for (int i = 0; i < kChunksInFlight; ++i) {
         const int at = chunk + i * threads.threads_per_row;
-        if (at < threads.chunks) store16(out + static_cast<int64_t>(at) * 16, c[i].tokens(token_scale), a.token_alignment);
+        if (at < threads.chunks) store16(out + static_cast<int64_t>(at) * 16, c[i].tokens(token_scale), token_alignment);
       }
     }
   }
@@ -209,6 +211,8 @@ __global__ void __launch_bounds__(kRowThreads, 4) dequantize_weighted_rows(const
     const bool padding = w.slot_source != nullptr && w.slot_source[row] < 0;
     const float weight = w.weights != nullptr && !padding ? w.weights[row] : 1.0f;
     const float token_scale = std::is_same_v<Format, Nvfp4> ? row_scale(a, tensor_scale, row) : 0.0f;
+    const uint8_t* payload = a.rows.payload + row * a.rows.payload_stride;
+    const uint8_t* scales = a.rows.scales + row * a.rows.scales_stride;
     double sum = 0.0;
     for (int64_t chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
       float x[kElements<Token>];
@@ -217,7 +221,7 @@ __global__ void __launch_bounds__(kRowThreads, 4) dequantize_weighted_rows(const
         for (int i = 0; i < kElements<Token>; ++i) x[i] = 0.0f;
       } else {
         Chunk<Format, Token> c;
-        c.load(a, row, chunk);
+        c.load(payload, scales, static_cast<int>(chunk), a.payload_alignment);
         c.values(token_scale, x);
         if (w.dots != nullptr) {
           const uint8_t* y = static_cast<const uint8_t*>(w.expert_out.data);
@@ -268,8 +272,10 @@ Status launch_format(const DequantizeArguments& a, bool weighted, const LaunchCo
     return launch_kernel<dequantize_weighted_rows<Format, Token>>("dequantize_weighted_rows", context, shape, a);
   }
   const RowThreads threads = row_threads(a.rows.hidden / kElements<Token>);
-  return launch_kernel<dequantize_rows<Format, Token>>("dequantize_rows", context, row_launch(threads, a.rows.rows), a,
-                                                       threads);
+  const LaunchShape shape = row_launch(threads, a.rows.rows);
+  return a.token_alignment >= 16 && a.payload_alignment >= 16
+             ? launch_kernel<dequantize_rows<Format, Token, true>>("dequantize_rows", context, shape, a, threads)
+             : launch_kernel<dequantize_rows<Format, Token, false>>("dequantize_rows", context, shape, a, threads);
 }
 
 }  // namespace

@@ -88,7 +88,6 @@ struct ReceiveArguments {
 // Requantises the scales of one row to the expert's exponent, four at a time.
 struct RowRescale {
   uint32_t factor;  // FP16 2^-shift, twice
-  uint32_t keep;    // of what is scaled
   uint32_t set;
   int up;  // > 0: the row lies above a fixed expert scale by 2^up
 
@@ -98,8 +97,8 @@ struct RowRescale {
     const int shift = static_cast<int>(expert_exponent) + Nvfp4::kMinExponent - k;
     const bool live = kind == Nvfp4::ScaleKind::kLive && expert_exponent != kIllegalExponent;
     const bool nan = kind == Nvfp4::ScaleKind::kNan || expert_exponent == kIllegalExponent;
-    factor = device::half_exp2_down(shift < 0 ? 0 : (shift > 24 ? 24 : shift));
-    keep = live ? 0xFFFFFFFFu : 0u;
+    // A zero token's scales become 0, but a NaN stays one.
+    factor = live ? device::half_exp2_down(shift < 0 ? 0 : (shift > 24 ? 24 : shift)) : 0u;
     set = nan ? 0x7F7F7F7Fu : 0u;
     up = live && shift < 0 ? -shift : 0;
   }
@@ -116,7 +115,7 @@ struct RowRescale {
       }
       return out;
     }
-    return (device::e4m3x4_scale_down(codes, factor) & keep) | set;
+    return device::e4m3x4_scale_down(codes, factor) | set;
   }
 };
 

@@ -70,8 +70,8 @@ struct Elements {  // the 16 bytes of one access
   static constexpr int kCount = 16 / Token::kBytes;
   float x[kCount];
 
-  __device__ __forceinline__ void load(const uint8_t* from, int alignment) {
-    const uint4 v = load16(from, alignment);
+  __device__ __forceinline__ void load(const uint8_t* from, int alignment) { unpack(load16(from, alignment)); }
+  __device__ __forceinline__ void unpack(uint4 v) {
     const uint32_t w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -105,24 +105,32 @@ struct ReduceArguments {
   int64_t tokens;
 };
 
-// sum += weight * the slot's elements, two roundings.
+// A slot on its way: its 16 bytes, and its weight.
 template <typename Token>
-__device__ __forceinline__ void add_slot(const ReduceRows& r, SlotAddress address, int64_t at, Elements<Token>* sum) {
-  const int32_t rank = rank_of(address);
-  const int64_t slot = slot_of(address);
-  const uint8_t* row = static_cast<const uint8_t*>(r.rank_rows[rank]) + slot * r.rank_strides[rank] + at;
-  Elements<Token> e;
-  e.load(row, (reinterpret_cast<uint64_t>(row) & 15) == 0 ? 16 : 1);
-  const float* weights = r.rank_weights[rank];
-  if (weights == nullptr) {
-#pragma unroll
-    for (int i = 0; i < Elements<Token>::kCount; ++i) sum->x[i] = add_rn(sum->x[i], e.x[i]);
-  } else {
-    const float w = weights[slot];
-#pragma unroll
-    for (int i = 0; i < Elements<Token>::kCount; ++i) sum->x[i] = add_rn(sum->x[i], mul_rn(w, e.x[i]));
+struct SlotPart {
+  uint4 bytes;
+  float weight;
+  bool weighted;
+
+  __device__ __forceinline__ void load(const ReduceRows& r, SlotAddress address, int64_t at) {
+    const int32_t rank = rank_of(address);
+    const int64_t slot = slot_of(address);
+    const uint8_t* row = static_cast<const uint8_t*>(r.rank_rows[rank]) + slot * r.rank_strides[rank] + at;
+    const float* weights = r.rank_weights[rank];
+    bytes = load16(row, (reinterpret_cast<uint64_t>(row) & 15) == 0 ? 16 : 1);
+    weighted = weights != nullptr;
+    weight = weighted ? weights[slot] : 1.0f;
   }
-}
+  // sum += weight * the slot's elements, two roundings.
+  __device__ __forceinline__ void add_to(Elements<Token>* sum) const {
+    Elements<Token> e;
+    e.unpack(bytes);
+#pragma unroll
+    for (int i = 0; i < Elements<Token>::kCount; ++i) {
+      sum->x[i] = add_rn(sum->x[i], weighted ? mul_rn(weight, e.x[i]) : e.x[i]);
+    }
+  }
+};
 
 // What a partial row becomes when it crosses in MXFP8: lanes that share a block of 32 agree on its scale.
 template <typename Token>
@@ -163,9 +171,19 @@ __global__ void __launch_bounds__(kRowThreads, 4) reduce_rows(const ReduceArgume
       E sum;
       clear(&sum);
       if constexpr (!kMxfp8Partials) {
-#pragma unroll 4
-        for (int k = 0; k < a.r.top_k; ++k) {
-          if (slots[k] >= 0) add_slot(a.r, slots[k], at, &sum);
+        constexpr int kInFlight = 4;  // slots whose loads are issued before the first is added
+        for (int k = 0; k < a.r.top_k; k += kInFlight) {
+          SlotPart<Token> part[kInFlight];
+          bool there[kInFlight];
+#pragma unroll
+          for (int i = 0; i < kInFlight; ++i) {
+            there[i] = k + i < a.r.top_k && slots[k + i] >= 0;
+            if (there[i]) part[i].load(a.r, slots[k + i], at);
+          }
+#pragma unroll
+          for (int i = 0; i < kInFlight; ++i) {
+            if (there[i]) part[i].add_to(&sum);
+          }
         }
       } else {
         for (int32_t rank = 0; rank < a.r.num_ranks; ++rank) {
@@ -175,7 +193,9 @@ __global__ void __launch_bounds__(kRowThreads, 4) reduce_rows(const ReduceArgume
           for (int k = 0; k < a.r.top_k; ++k) {
             if (slots[k] < 0 || rank_of(slots[k]) != rank) continue;
             any = true;
-            add_slot(a.r, slots[k], at, &partial);
+            SlotPart<Token> part;
+            part.load(a.r, slots[k], at);
+            part.add_to(&partial);
           }
           if (!any) continue;  // the same for all lanes of a token
           round_to_mxfp8(&partial);
