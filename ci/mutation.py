@@ -131,13 +131,12 @@ class Bench:
         self.source = folder / "source"
         self.build_dir = folder / "build"
         self.log = folder / "log"
+        self.source.mkdir()
         for part in ("CMakeLists.txt", "include", "src", "tests"):
-            target = self.source / part
-            target.parent.mkdir(parents=True, exist_ok=True)
             if (ROOT / part).is_dir():
-                shutil.copytree(ROOT / part, target, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(ROOT / part, self.source / part, ignore=shutil.ignore_patterns("__pycache__"))
             else:
-                shutil.copy(ROOT / part, target)
+                shutil.copy(ROOT / part, self.source)
 
     def configure(self) -> bool:
         command = ["cmake", "-G", "Ninja", "-S", str(self.source), "-B", str(self.build_dir)]

@@ -26,9 +26,11 @@ nvte_ep_status_t nvte_ep_comm_create(const nvte_ep_comm_config_t* config, nvte_e
     if (c.rank < 0 || c.rank >= c.num_ranks) {
       return invalid_argument("config.rank: expected 0 to ", c.num_ranks - 1, ", got ", c.rank);
     }
-    if (c.timeout_ns < 0) return invalid_argument("config.timeout_ns: expected 0 or more, got ", c.timeout_ns);
+    if (c.timeout_ns < 0)
+      return invalid_argument("config.timeout_ns: expected 0 or more, got ", c.timeout_ns);
     std::unique_ptr<Communicator> created;
-    NVTE_EP_TRY(create_communicator({c.kind, c.rank, c.num_ranks, c.device_id, c.unique_id, c.timeout_ns}, &created));
+    NVTE_EP_TRY(
+        create_communicator({c.kind, c.rank, c.num_ranks, c.device_id, c.unique_id, c.timeout_ns}, &created));
     *comm = comms().add(std::move(created));
     return Status();
   });

@@ -11,14 +11,16 @@ using namespace nvte_ep;
 namespace {
 
 constexpr int64_t kDefaultTimeoutNs = 100'000'000'000;
-constexpr int64_t kMostElements = int64_t{1} << 56;  // of an array: sums of a few sizes in bytes do not overflow
+constexpr int64_t kMostElements = int64_t{1}
+                                  << 56;  // of an array: sums of a few sizes in bytes do not overflow
 constexpr int64_t kLongestTimeoutNs = 1'000'000'000'000'000'000;  // 31 years: clocks do not overflow
 
 Status read_config(const nvte_ep_group_config_t* config, const Communicator& comm, GroupSettings* settings,
                    int32_t* transport) {
   nvte_ep_group_config_t c;
   NVTE_EP_TRY(read_struct(config, NVTE_EP_GROUP_CONFIG_V1_SIZE, "config", &c));
-  const int32_t default_device = comm.kind() == NVTE_EP_COMM_THREADS ? NVTE_EP_DEVICE_CPU : NVTE_EP_DEVICE_CUDA;
+  const int32_t default_device =
+      comm.kind() == NVTE_EP_COMM_THREADS ? NVTE_EP_DEVICE_CPU : NVTE_EP_DEVICE_CUDA;
   settings->device.type = c.device_type == 0 ? default_device : c.device_type;
   if (settings->device.type == NVTE_EP_DEVICE_CUDA_HOST) settings->device.type = NVTE_EP_DEVICE_CPU;
   if (settings->device.type != NVTE_EP_DEVICE_CPU && settings->device.type != NVTE_EP_DEVICE_CUDA) {
@@ -27,32 +29,36 @@ Status read_config(const nvte_ep_group_config_t* config, const Communicator& com
   settings->device.id = settings->device.is_host() ? 0 : c.device_id;
 
   if (c.num_experts < 1 || c.num_experts % comm.size() != 0) {
-    return invalid_argument("config.num_experts: expected a positive multiple of the ", comm.size(), " ranks, got ",
-                            c.num_experts);
+    return invalid_argument("config.num_experts: expected a positive multiple of the ", comm.size(),
+                            " ranks, got ", c.num_experts);
   }
   settings->num_experts = c.num_experts;
   settings->max_top_k = c.max_top_k == 0 ? std::min(c.num_experts, 32) : c.max_top_k;
-  if (settings->max_top_k < 1) return invalid_argument("config.max_top_k: expected 1 or more, got ", c.max_top_k);
+  if (settings->max_top_k < 1)
+    return invalid_argument("config.max_top_k: expected 1 or more, got ", c.max_top_k);
   NVTE_EP_TRY([&]() -> Status {
     if (c.hidden > 0 && c.hidden % 16 == 0 && c.hidden <= (int64_t{1} << 31)) return Status();
     return invalid_argument("config.hidden: expected a positive multiple of 16, got ", c.hidden);
   }());
   settings->hidden = c.hidden;
   if (c.max_tokens_per_rank < 1 || c.max_tokens_per_rank > std::numeric_limits<int32_t>::max()) {
-    return invalid_argument("config.max_tokens_per_rank: expected 1 to 2^31 - 1, got ", c.max_tokens_per_rank);
+    return invalid_argument("config.max_tokens_per_rank: expected 1 to 2^31 - 1, got ",
+                            c.max_tokens_per_rank);
   }
   if (c.max_tokens_per_rank > kMostElements / c.hidden) {
     return invalid_argument("config.max_tokens_per_rank: expected a number of tokens that fits memory, got ",
                             c.max_tokens_per_rank, " of hidden ", c.hidden);
   }
   if (settings->max_top_k > kMostElements / c.max_tokens_per_rank) {
-    return invalid_argument("config.max_top_k: expected a number of choices that fits memory, got ", c.max_top_k);
+    return invalid_argument("config.max_top_k: expected a number of choices that fits memory, got ",
+                            c.max_top_k);
   }
   settings->max_tokens_per_rank = c.max_tokens_per_rank;
   if (c.recv_capacity < 0 || c.recv_capacity >= (int64_t{1} << kSlotBits) ||
       c.recv_capacity > (int64_t{1} << 60) / (4 * c.hidden)) {
-    return invalid_argument("config.recv_capacity: expected 0 (eager) or a number of slots that fits memory, got ",
-                            c.recv_capacity);
+    return invalid_argument(
+        "config.recv_capacity: expected 0 (eager) or a number of slots that fits memory, got ",
+        c.recv_capacity);
   }
   settings->recv_capacity = c.recv_capacity;
   if (c.num_sms < 0) return invalid_argument("config.num_sms: expected 0 or more, got ", c.num_sms);
@@ -73,7 +79,9 @@ Status read_config(const nvte_ep_group_config_t* config, const Communicator& com
   return Status();
 }
 
-Status find_group(nvte_ep_group_t group, std::shared_ptr<Group>* found) { return groups().find(group, "group", found); }
+Status find_group(nvte_ep_group_t group, std::shared_ptr<Group>* found) {
+  return groups().find(group, "group", found);
+}
 
 }  // namespace
 
@@ -136,8 +144,8 @@ nvte_ep_status_t nvte_ep_group_info(nvte_ep_group_t group, nvte_ep_group_info_t*
       out.slot_order_exact = capabilities.slot_order_exact;
       return Status();
     }));
-    out.num_ranks = g->comm().size();
-    out.rank = g->comm().rank();
+    out.num_ranks = g->num_ranks();
+    out.rank = g->rank();
     out.num_local_experts = g->local_experts();
     out.max_top_k = g->settings().max_top_k;
     out.recv_capacity = g->settings().recv_capacity;

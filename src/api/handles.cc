@@ -29,7 +29,8 @@ struct Step {
     if (!group().zero_copy) return Status();
     return handle->group().with_transport([&](GroupTransport& transport) -> Status {
       if (transport.is_symmetric(data, bytes)) return Status();
-      return invalid_argument(name, ": expected memory from nvte_ep_mem_alloc (the group has zero_copy), got ", data);
+      return invalid_argument(
+          name, ": expected memory from nvte_ep_mem_alloc (the group has zero_copy), got ", data);
     });
   }
   Status check_symmetric(const char* name, const TensorView& matrix) const {
@@ -52,10 +53,11 @@ Status prepare(const Step& step, const nvte_ep_prepare_args_t* args, nvte_ep_str
   NVTE_EP_TRY(read_struct(args, NVTE_EP_PREPARE_ARGS_V1_SIZE, "args", &a));
   const GroupSettings& g = step.group();
   PrepareCall call;
-  NVTE_EP_TRY(step.read(a.topk_idx, {"topk_idx", kIndexDTypes, 2, -1, step.handle->settings().top_k}, &call.topk_idx));
+  NVTE_EP_TRY(step.read(a.topk_idx, {"topk_idx", kIndexDTypes, 2, -1, step.handle->settings().top_k},
+                        &call.topk_idx));
   if (call.topk_idx.rows() > g.max_tokens_per_rank) {
-    return invalid_argument("topk_idx: expected at most ", g.max_tokens_per_rank, " tokens (max_tokens_per_rank), got ",
-                            call.topk_idx.rows());
+    return invalid_argument("topk_idx: expected at most ", g.max_tokens_per_rank,
+                            " tokens (max_tokens_per_rank), got ", call.topk_idx.rows());
   }
   const struct {
     const char* name;
@@ -69,11 +71,12 @@ Status prepare(const Step& step, const nvte_ep_prepare_args_t* args, nvte_ep_str
                 {"scale_row_offsets", a.scale_row_offsets, step.experts + 1, &call.scale_row_offsets},
                 {"total_rows", a.total_rows, 1, &call.total_rows},
                 {"dropped_rows", a.dropped_rows, 1, &call.dropped_rows}};
-  for (const auto& c : counts) NVTE_EP_TRY(step.read_optional(c.tensor, {c.name, kIndexDTypes, 1, c.size}, c.view));
-  NVTE_EP_TRY(step.read_optional(a.slot_source, {"slot_source", {DType::kInt64}, 1, g.recv_capacity, -1, 0, true},
-                                 &call.slot_source));
-  NVTE_EP_TRY(step.read_optional(a.slot_expert, {"slot_expert", {DType::kInt32}, 1, g.recv_capacity, -1, 0, true},
-                                 &call.slot_expert));
+  for (const auto& c : counts)
+    NVTE_EP_TRY(step.read_optional(c.tensor, {c.name, kIndexDTypes, 1, c.size}, c.view));
+  NVTE_EP_TRY(step.read_optional(
+      a.slot_source, {"slot_source", {DType::kInt64}, 1, g.recv_capacity, -1, 0, true}, &call.slot_source));
+  NVTE_EP_TRY(step.read_optional(
+      a.slot_expert, {"slot_expert", {DType::kInt32}, 1, g.recv_capacity, -1, 0, true}, &call.slot_expert));
   if (a.total_rows_host != nullptr && !g.eager()) {
     return invalid_argument("total_rows_host: expected NULL in a group of fixed capacity (read total_rows)");
   }
@@ -88,16 +91,21 @@ Status read_source(const Step& step, const nvte_ep_dispatch_args_t& a, int32_t f
   const RowLayout layout = row_layout(*find_format(format), step.hidden);
   if ((a.tokens == nullptr) == (a.payload == nullptr)) {
     if (a.tokens == nullptr && tokens == 0) return Status();  // a rank with nothing to send may pass nothing
-    return invalid_argument(name, ": expected either ", name, " or payload, got ", a.tokens ? "both" : "neither");
+    return invalid_argument(name, ": expected either ", name, " or payload, got ",
+                            a.tokens ? "both" : "neither");
   }
   if (a.tokens != nullptr) {
     nvte_ep_tensor_t given;
     NVTE_EP_TRY(read_struct(a.tokens, NVTE_EP_TENSOR_V1_SIZE, name, &given));
     call->packed = given.dtype_code == NVTE_EP_DTYPE_UINT;
     if (call->packed) {
-      NVTE_EP_TRY(step.read(a.tokens, {name, {DType::kUInt8}, 2, tokens, layout.row_bytes, 16}, &call->tokens));
+      NVTE_EP_TRY(
+          step.read(a.tokens, {name, {DType::kUInt8}, 2, tokens, layout.row_bytes, 16}, &call->tokens));
     } else {
       NVTE_EP_TRY(step.read(a.tokens, {name, kTokenDTypes, 2, tokens, step.hidden}, &call->tokens));
+    }
+    if (call->packed && a.tensor_scale != nullptr) {
+      return invalid_argument("tensor_scale: packed rows carry their scales, expected NULL");
     }
     if (a.scales != nullptr || a.token_scales != nullptr) {
       return invalid_argument(a.scales ? "scales" : "token_scales", ": expected only together with payload");
@@ -118,6 +126,9 @@ Status read_source(const Step& step, const nvte_ep_dispatch_args_t& a, int32_t f
   call->apart.rows = tokens;
   call->apart.hidden = step.hidden;
   if (a.token_scales != nullptr) {
+    if (a.tensor_scale != nullptr) {
+      return invalid_argument("token_scales: expected NULL together with tensor_scale, which replaces them");
+    }
     if (layout.token_scale_bytes == 0) {
       return invalid_argument("token_scales: ", find_format(format)->name, " has none, expected NULL");
     }
@@ -125,12 +136,14 @@ Status read_source(const Step& step, const nvte_ep_dispatch_args_t& a, int32_t f
     call->apart.token_scales = static_cast<uint8_t*>(token_scales.data);
     call->apart.token_scale_stride = 4;
   } else if (layout.token_scale_bytes != 0 && a.tensor_scale == nullptr) {
-    return invalid_argument("token_scales: expected float32 [", tokens, "] unless tensor_scale is given, got NULL");
+    return invalid_argument("token_scales: expected float32 [", tokens,
+                            "] unless tensor_scale is given, got NULL");
   }
   return Status();
 }
 
-Status read_destination(const Step& step, const nvte_ep_dispatch_args_t& a, int32_t format, DispatchCall* call) {
+Status read_destination(const Step& step, const nvte_ep_dispatch_args_t& a, int32_t format,
+                        DispatchCall* call) {
   const int64_t slots = step.handle->routing().slots;
   const FormatRow& traits = *find_format(format);
   NVTE_EP_TRY(check_enum(a.receive, 3, "receive"));
@@ -145,9 +158,9 @@ Status read_destination(const Step& step, const nvte_ep_dispatch_args_t& a, int3
     }
     if (shape.hidden != step.hidden || shape.num_experts != step.experts ||
         shape.alignment != step.handle->settings().alignment) {
-      return invalid_argument("operand: expected hidden ", step.hidden, ", num_experts ", step.experts, ", alignment ",
-                              step.handle->settings().alignment, ", got ", shape.hidden, ", ", shape.num_experts, ", ",
-                              shape.alignment);
+      return invalid_argument("operand: expected hidden ", step.hidden, ", num_experts ", step.experts,
+                              ", alignment ", step.handle->settings().alignment, ", got ", shape.hidden, ", ",
+                              shape.num_experts, ", ", shape.alignment);
     }
     if (shape.capacity < slots) {
       return invalid_argument("operand.capacity: expected at least ", slots, " slots, got ", shape.capacity);
@@ -162,14 +175,17 @@ Status read_destination(const Step& step, const nvte_ep_dispatch_args_t& a, int3
   if (a.operand != nullptr) return invalid_argument("operand: expected NULL unless receive is OPERAND");
   const int64_t row_bytes = row_layout(traits, step.hidden).row_bytes;
   if (a.receive == NVTE_EP_RECEIVE_ROWS) {
-    NVTE_EP_TRY(step.read(a.received, {"received", {DType::kUInt8}, 2, slots, row_bytes, 16, true}, &call->received));
+    NVTE_EP_TRY(
+        step.read(a.received, {"received", {DType::kUInt8}, 2, slots, row_bytes, 16, true}, &call->received));
   } else {
-    NVTE_EP_TRY(step.read(a.received, {"received", kTokenDTypes, 2, slots, step.hidden, 0, true}, &call->received));
+    NVTE_EP_TRY(
+        step.read(a.received, {"received", kTokenDTypes, 2, slots, step.hidden, 0, true}, &call->received));
   }
   return step.check_symmetric("received", call->received);
 }
 
-Status read_dispatch(const Step& step, const nvte_ep_dispatch_args_t* args, bool backward, DispatchCall* call) {
+Status read_dispatch(const Step& step, const nvte_ep_dispatch_args_t* args, bool backward,
+                     DispatchCall* call) {
   nvte_ep_dispatch_args_t a;
   NVTE_EP_TRY(read_struct(args, NVTE_EP_DISPATCH_ARGS_V1_SIZE, backward ? "args.send" : "args", &a));
   NVTE_EP_TRY(check_reserved(a.reserved0, "reserved0"));
@@ -179,20 +195,21 @@ Status read_dispatch(const Step& step, const nvte_ep_dispatch_args_t* args, bool
   const FormatRow& traits = *find_format(format);
   call->backward = backward;
   NVTE_EP_TRY(read_source(step, a, format, backward ? "grad" : "tokens", call));
-  NVTE_EP_TRY(read_rounding({a.rounding, a.nonfinite, a.scale_rounding, a.column_bound, a.rng_state, a.tensor_scale,
-                             a.fixed_expert_scale, a.findings},
+  NVTE_EP_TRY(read_rounding({a.rounding, a.nonfinite, a.scale_rounding, a.column_bound, a.rng_state,
+                             a.tensor_scale, a.fixed_expert_scale, a.findings},
                             step.device, step.experts, &call->options));
   NVTE_EP_TRY(check_format_options(traits, call->options));
-  const Communicator& comm = step.handle->group().comm();
-  call->options.rank = comm.rank();
+  const int32_t rank = step.handle->group().rank();
+  call->options.rank = rank;
   call->options.row_id_base =
-      static_cast<uint64_t>(comm.rank()) * static_cast<uint64_t>(step.group().max_tokens_per_rank);
+      static_cast<uint64_t>(rank) * static_cast<uint64_t>(step.group().max_tokens_per_rank);
   if (backward && (a.topk_weights != nullptr || a.recv_weights != nullptr)) {
-    return invalid_argument(a.topk_weights ? "topk_weights" : "recv_weights", ": expected NULL in combine_backward");
+    return invalid_argument(a.topk_weights ? "topk_weights" : "recv_weights",
+                            ": expected NULL in combine_backward");
   }
   const int64_t tokens = step.handle->routing().tokens;
-  NVTE_EP_TRY(step.read_optional(a.topk_weights, {"topk_weights", {DType::kFloat32}, 2, tokens, settings.top_k},
-                                 &call->weights));
+  NVTE_EP_TRY(step.read_optional(
+      a.topk_weights, {"topk_weights", {DType::kFloat32}, 2, tokens, settings.top_k}, &call->weights));
   call->gives_weights = a.topk_weights != nullptr;
   NVTE_EP_TRY(step.read_optional(
       a.recv_weights, {"recv_weights", {DType::kFloat32}, 1, step.handle->routing().slots, -1, 0, true},
@@ -200,12 +217,14 @@ Status read_dispatch(const Step& step, const nvte_ep_dispatch_args_t* args, bool
   return read_destination(step, a, format, call);
 }
 
-Status read_combine_backward(const Step& step, const nvte_ep_combine_backward_args_t* args, DispatchCall* call) {
+Status read_combine_backward(const Step& step, const nvte_ep_combine_backward_args_t* args,
+                             DispatchCall* call) {
   nvte_ep_combine_backward_args_t a;
   NVTE_EP_TRY(read_struct(args, NVTE_EP_COMBINE_BACKWARD_ARGS_V1_SIZE, "args", &a));
   NVTE_EP_TRY(read_dispatch(step, a.send, true, call));
   const int64_t slots = step.handle->routing().slots;
-  const bool weighted = a.slot_weights != nullptr || a.grad_slot_weights != nullptr || a.expert_out != nullptr;
+  const bool weighted =
+      a.slot_weights != nullptr || a.grad_slot_weights != nullptr || a.expert_out != nullptr;
   if (weighted && call->receive != NVTE_EP_RECEIVE_DECODED) {
     return unsupported("slot_weights: weighted gradients and those of the weights need receive DECODED");
   }
@@ -213,7 +232,8 @@ Status read_combine_backward(const Step& step, const nvte_ep_combine_backward_ar
     return invalid_argument("grad_slot_weights: expected together with expert_out, got only one of them");
   }
   TensorView weights, dots;
-  NVTE_EP_TRY(step.read_optional(a.slot_weights, {"slot_weights", {DType::kFloat32}, 1, slots, -1, 0, true}, &weights));
+  NVTE_EP_TRY(step.read_optional(a.slot_weights, {"slot_weights", {DType::kFloat32}, 1, slots, -1, 0, true},
+                                 &weights));
   NVTE_EP_TRY(step.read_optional(a.expert_out, {"expert_out", kTokenDTypes, 2, slots, step.hidden, 0, true},
                                  &call->weighting.expert_out));
   NVTE_EP_TRY(step.read_optional(a.grad_slot_weights,
@@ -232,10 +252,12 @@ Status combine(const Step& step, const nvte_ep_combine_args_t* args, nvte_ep_str
   const RoutingView routing = step.handle->routing();
   ReturnRows call;
   TensorView weights;
-  NVTE_EP_TRY(step.read(a.expert_out, {"expert_out", kTokenDTypes, 2, routing.slots, step.hidden, 0, true}, &call.slots));
-  NVTE_EP_TRY(step.read(a.result, {"result", {call.slots.dtype}, 2, routing.tokens, step.hidden}, &call.result));
-  NVTE_EP_TRY(step.read_optional(a.slot_weights, {"slot_weights", {DType::kFloat32}, 1, routing.slots, -1, 0, true},
-                                 &weights));
+  NVTE_EP_TRY(step.read(a.expert_out, {"expert_out", kTokenDTypes, 2, routing.slots, step.hidden, 0, true},
+                        &call.slots));
+  NVTE_EP_TRY(
+      step.read(a.result, {"result", {call.slots.dtype}, 2, routing.tokens, step.hidden}, &call.result));
+  NVTE_EP_TRY(step.read_optional(
+      a.slot_weights, {"slot_weights", {DType::kFloat32}, 1, routing.slots, -1, 0, true}, &weights));
   NVTE_EP_TRY(step.check_symmetric("expert_out", call.slots));
   call.slot_weights = static_cast<const float*>(weights.data);
   call.format = step.handle->settings().combine;
@@ -244,7 +266,8 @@ Status combine(const Step& step, const nvte_ep_combine_args_t* args, nvte_ep_str
   return step.handle->transport().return_rows(call, stream);
 }
 
-Status dispatch_backward(const Step& step, const nvte_ep_dispatch_backward_args_t* args, nvte_ep_stream_t stream) {
+Status dispatch_backward(const Step& step, const nvte_ep_dispatch_backward_args_t* args,
+                         nvte_ep_stream_t stream) {
   nvte_ep_dispatch_backward_args_t a;
   NVTE_EP_TRY(read_struct(args, NVTE_EP_DISPATCH_BACKWARD_ARGS_V1_SIZE, "args", &a));
   NVTE_EP_TRY(check_reserved(a.reserved0, "reserved0"));
@@ -254,15 +277,17 @@ Status dispatch_backward(const Step& step, const nvte_ep_dispatch_backward_args_
   ReturnRows call;
   TensorView scalars;
   call.backward = true;
-  NVTE_EP_TRY(step.read(a.grad_received, {"grad_received", kTokenDTypes, 2, routing.slots, step.hidden, 0, true},
-                        &call.slots));
+  NVTE_EP_TRY(step.read(
+      a.grad_received, {"grad_received", kTokenDTypes, 2, routing.slots, step.hidden, 0, true}, &call.slots));
   NVTE_EP_TRY(step.read(a.grad_tokens, {"grad_tokens", {call.slots.dtype}, 2, routing.tokens, step.hidden},
                         &call.result));
   NVTE_EP_TRY(step.read_optional(a.grad_recv_weights,
-                                 {"grad_recv_weights", {DType::kFloat32}, 1, routing.slots, -1, 0, true}, &scalars));
+                                 {"grad_recv_weights", {DType::kFloat32}, 1, routing.slots, -1, 0, true},
+                                 &scalars));
   NVTE_EP_TRY(step.read_optional(
       a.grad_topk_weights,
-      {"grad_topk_weights", {DType::kFloat32}, 2, routing.tokens, step.handle->settings().top_k}, &call.scalars));
+      {"grad_topk_weights", {DType::kFloat32}, 2, routing.tokens, step.handle->settings().top_k},
+      &call.scalars));
   NVTE_EP_TRY(step.check_symmetric("grad_received", call.slots));
   call.slot_scalars = static_cast<const float*>(scalars.data);
   call.wants_scalars = a.grad_topk_weights != nullptr && routing.tokens > 0;
@@ -348,7 +373,8 @@ nvte_ep_status_t nvte_ep_handle_dispatch_backward(nvte_ep_handle_t handle,
   });
 }
 
-nvte_ep_status_t nvte_ep_handle_combine_backward(nvte_ep_handle_t handle, const nvte_ep_combine_backward_args_t* args,
+nvte_ep_status_t nvte_ep_handle_combine_backward(nvte_ep_handle_t handle,
+                                                 const nvte_ep_combine_backward_args_t* args,
                                                  nvte_ep_stream_t stream) {
   return boundary("nvte_ep_handle_combine_backward", [&]() -> Status {
     Step step;

@@ -31,9 +31,10 @@ std::string json_list(const std::vector<Availability>& list) {
 std::string describe_build() {
   std::vector<Availability> formats;
   for (const FormatRow& row : kFormats) formats.push_back({row.name, true, ""});
-  return text("{\"version\": \"", NVTE_EP_VERSION_MAJOR, ".", NVTE_EP_VERSION_MINOR, ".", NVTE_EP_VERSION_PATCH,
-              "\", \"abi_version\": ", NVTE_EP_ABI_VERSION, ", \"formats\": ", json_list(formats),
-              ", \"backends\": ", json_list(list_backends()), ", \"transports\": ", json_list(list_transports()), "}");
+  return text("{\"version\": \"", NVTE_EP_VERSION_MAJOR, ".", NVTE_EP_VERSION_MINOR, ".",
+              NVTE_EP_VERSION_PATCH, "\", \"abi_version\": ", NVTE_EP_ABI_VERSION,
+              ", \"formats\": ", json_list(formats), ", \"backends\": ", json_list(list_backends()),
+              ", \"transports\": ", json_list(list_transports()), "}");
 }
 
 }  // namespace
@@ -57,19 +58,32 @@ nvte_ep_status_t nvte_ep_build_info(const char** json) {
 
 const char* nvte_ep_status_name(nvte_ep_status_t status) {
   switch (status) {
-    case NVTE_EP_STATUS_OK: return "OK";
-    case NVTE_EP_STATUS_INVALID_ARGUMENT: return "INVALID_ARGUMENT";
-    case NVTE_EP_STATUS_UNSUPPORTED: return "UNSUPPORTED";
-    case NVTE_EP_STATUS_BAD_STATE: return "BAD_STATE";
-    case NVTE_EP_STATUS_OUT_OF_MEMORY: return "OUT_OF_MEMORY";
-    case NVTE_EP_STATUS_CUDA: return "CUDA";
-    case NVTE_EP_STATUS_TRANSPORT: return "TRANSPORT";
-    case NVTE_EP_STATUS_PEER_FAILED: return "PEER_FAILED";
-    case NVTE_EP_STATUS_TIMEOUT: return "TIMEOUT";
-    case NVTE_EP_STATUS_OVERFLOW: return "OVERFLOW";
-    case NVTE_EP_STATUS_ABI_MISMATCH: return "ABI_MISMATCH";
-    case NVTE_EP_STATUS_INTERNAL: return "INTERNAL";
-    default: return "UNKNOWN";
+    case NVTE_EP_STATUS_OK:
+      return "OK";
+    case NVTE_EP_STATUS_INVALID_ARGUMENT:
+      return "INVALID_ARGUMENT";
+    case NVTE_EP_STATUS_UNSUPPORTED:
+      return "UNSUPPORTED";
+    case NVTE_EP_STATUS_BAD_STATE:
+      return "BAD_STATE";
+    case NVTE_EP_STATUS_OUT_OF_MEMORY:
+      return "OUT_OF_MEMORY";
+    case NVTE_EP_STATUS_CUDA:
+      return "CUDA";
+    case NVTE_EP_STATUS_TRANSPORT:
+      return "TRANSPORT";
+    case NVTE_EP_STATUS_PEER_FAILED:
+      return "PEER_FAILED";
+    case NVTE_EP_STATUS_TIMEOUT:
+      return "TIMEOUT";
+    case NVTE_EP_STATUS_OVERFLOW:
+      return "OVERFLOW";
+    case NVTE_EP_STATUS_ABI_MISMATCH:
+      return "ABI_MISMATCH";
+    case NVTE_EP_STATUS_INTERNAL:
+      return "INTERNAL";
+    default:
+      return "UNKNOWN";
   }
 }
 

@@ -1,8 +1,9 @@
 // Opaque handles of the C API: a pointer is good only while its object is in the table, so a stale or foreign one is an error
-// and not a crash.
+// and not a crash. Pointers are numbers that are given out once: a destroyed one never means a later object.
 #ifndef NVTE_EP_API_OBJECTS_H_
 #define NVTE_EP_API_OBJECTS_H_
 
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -22,10 +23,10 @@ template <typename Opaque, typename Object>
 class ObjectTable {
  public:
   Opaque* add(std::shared_ptr<Object> object) {
-    auto key = std::make_unique<Opaque>();
-    Opaque* pointer = key.get();
     const std::unique_lock<std::shared_mutex> lock(mutex_);
-    objects_.emplace(pointer, Entry{std::move(key), std::move(object)});
+    // An odd number, so that no object can have this address.
+    Opaque* pointer = reinterpret_cast<Opaque*>(next_ += 2);
+    objects_.emplace(pointer, std::move(object));
     return pointer;
   }
   Status find(Opaque* pointer, const char* name, std::shared_ptr<Object>* object) const {
@@ -36,7 +37,7 @@ class ObjectTable {
       return invalid_argument(name, ": expected a live object, got ", static_cast<const void*>(pointer),
                               " (destroyed, or not from this library)");
     }
-    *object = found->second.object;
+    *object = found->second;
     return Status();
   }
   Status remove(Opaque* pointer, const char* name, std::shared_ptr<Object>* object) {
@@ -47,12 +48,9 @@ class ObjectTable {
   }
 
  private:
-  struct Entry {
-    std::unique_ptr<Opaque> key;
-    std::shared_ptr<Object> object;
-  };
   mutable std::shared_mutex mutex_;
-  std::unordered_map<Opaque*, Entry> objects_;
+  std::unordered_map<Opaque*, std::shared_ptr<Object>> objects_;
+  uintptr_t next_ = 0x10001;
 };
 
 // Never destroyed: objects may be alive at exit.

@@ -42,10 +42,11 @@ Status read_codec_options(const nvte_ep_codec_options_t* options, const Device& 
   nvte_ep_codec_options_t o;
   NVTE_EP_TRY(read_struct(options, NVTE_EP_CODEC_OPTIONS_V1_SIZE, "options", &o));
   NVTE_EP_TRY(check_reserved(o.reserved0, "options.reserved0"));
-  NVTE_EP_TRY(read_rounding({o.rounding, o.nonfinite, o.scale_rounding, o.column_bound, o.rng_state, o.tensor_scale,
-                             o.fixed_expert_scale, o.findings},
+  NVTE_EP_TRY(read_rounding({o.rounding, o.nonfinite, o.scale_rounding, o.column_bound, o.rng_state,
+                             o.tensor_scale, o.fixed_expert_scale, o.findings},
                             device, experts, out));
-  if (o.row_id_base < 0) return invalid_argument("options.row_id_base: expected 0 or more, got ", o.row_id_base);
+  if (o.row_id_base < 0)
+    return invalid_argument("options.row_id_base: expected 0 or more, got ", o.row_id_base);
   if (o.rank < 0 || o.rank > 1023) return invalid_argument("options.rank: expected 0 to 1023, got ", o.rank);
   out->row_id_base = static_cast<uint64_t>(o.row_id_base);
   out->rank = o.rank;
@@ -73,8 +74,8 @@ Status check_stream(const Device& device, nvte_ep_stream_t stream) {
 
 Status check_hidden(const FormatRow& format, int64_t hidden, const char* name) {
   if (hidden > 0 && hidden % format.hidden_multiple == 0 && hidden <= (int64_t{1} << 31)) return Status();
-  return invalid_argument(name, ": expected hidden to be a positive multiple of ", format.hidden_multiple, " for ",
-                          format.name, ", got ", hidden);
+  return invalid_argument(name, ": expected hidden to be a positive multiple of ", format.hidden_multiple,
+                          " for ", format.name, ", got ", hidden);
 }
 
 }  // namespace nvte_ep

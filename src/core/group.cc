@@ -49,8 +49,11 @@ Status Group::create(std::shared_ptr<Communicator> comm, const GroupSettings& se
   // Ranks are threads already: one core for each rank's arithmetic, all of them where there is one rank.
   NVTE_EP_TRY(find_backend(settings.device, comm->size() == 1 ? 0 : 1, &created->backend_));
   created->settings_ = settings;
+  created->rank_ = comm->rank();
+  created->num_ranks_ = comm->size();
   created->comm_ = std::move(comm);
-  NVTE_EP_TRY(create_transport(created->comm_.get(), settings, transport, created->backend_, &created->transport_));
+  NVTE_EP_TRY(
+      create_transport(created->comm_.get(), settings, transport, created->backend_, &created->transport_));
   *group = std::move(created);
   return Status();
 }
@@ -59,6 +62,7 @@ void Group::close() {
   const std::unique_lock<std::shared_mutex> lock(mutex_);
   if (transport_) transport_->close();
   transport_.reset();
+  comm_.reset();
 }
 
 void Group::add_handle(const void* public_handle) {
@@ -81,7 +85,8 @@ void Group::forget_handle(const void* public_handle) {
   }
 }
 
-Status Handle::create(std::shared_ptr<Group> group, const HandleSettings& settings, std::shared_ptr<Handle>* handle) {
+Status Handle::create(std::shared_ptr<Group> group, const HandleSettings& settings,
+                      std::shared_ptr<Handle>* handle) {
   const GroupSettings& g = group->settings();
   NVTE_EP_TRY(group->check_open());
   if (settings.top_k < 1 || settings.top_k > g.max_top_k) {
@@ -90,8 +95,8 @@ Status Handle::create(std::shared_ptr<Group> group, const HandleSettings& settin
   }
   NVTE_EP_TRY(check_alignment(settings.alignment, "config"));
   if (!g.eager() && g.recv_capacity % settings.alignment != 0) {
-    return invalid_argument("config.alignment: expected a divisor of the group's recv_capacity ", g.recv_capacity,
-                            ", got ", settings.alignment);
+    return invalid_argument("config.alignment: expected a divisor of the group's recv_capacity ",
+                            g.recv_capacity, ", got ", settings.alignment);
   }
   std::shared_ptr<Handle> created(new Handle(group));
   created->settings_ = settings;

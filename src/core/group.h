@@ -36,9 +36,10 @@ class Group {
                        std::shared_ptr<Group>* group);
 
   const GroupSettings& settings() const { return settings_; }
-  const Communicator& comm() const { return *comm_; }
+  int32_t rank() const { return rank_; }
+  int32_t num_ranks() const { return num_ranks_; }
   Backend* backend() const { return backend_; }
-  int32_t local_experts() const { return settings_.num_experts / comm_->size(); }
+  int32_t local_experts() const { return settings_.num_experts / num_ranks_; }
 
   // Runs function(transport); BAD_STATE once the group is closed.
   template <typename Function>
@@ -61,7 +62,10 @@ class Group {
 
  private:
   Group() = default;
-  std::shared_ptr<Communicator> comm_;
+  std::shared_ptr<Communicator>
+      comm_;  // until the group is closed: handles that are left do not hold its rank
+  int32_t rank_ = 0;
+  int32_t num_ranks_ = 1;
   GroupSettings settings_;
   Backend* backend_ = nullptr;
   std::unique_ptr<GroupTransport> transport_;

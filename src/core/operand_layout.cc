@@ -13,13 +13,15 @@ Status check_shape(const OperandShape& s, const char* name) {
   const FormatRow* format = find_format(s.format);
   if (format == nullptr) return unsupported(name, ".format: expected a known format, got ", s.format);
   if (format->operand_multiple == 0) {
-    return unsupported(name, ".format: ", format->name, " has no scaled operand: receive it decoded or as rows");
+    return unsupported(name, ".format: ", format->name,
+                       " has no scaled operand: receive it decoded or as rows");
   }
   if (s.hidden <= 0 || s.hidden % format->operand_multiple != 0 || s.hidden > (int64_t{1} << 31)) {
-    return invalid_argument(name, ".hidden: expected a positive multiple of ", format->operand_multiple, ", got ",
-                            s.hidden);
+    return invalid_argument(name, ".hidden: expected a positive multiple of ", format->operand_multiple,
+                            ", got ", s.hidden);
   }
-  if (s.num_experts <= 0) return invalid_argument(name, ".num_experts: expected at least 1, got ", s.num_experts);
+  if (s.num_experts <= 0)
+    return invalid_argument(name, ".num_experts: expected at least 1, got ", s.num_experts);
   NVTE_EP_TRY(check_alignment(s.alignment, name));
   if (s.capacity < 0 || s.capacity % s.alignment != 0 || s.capacity > kMaxOperandBytes / (8 * s.hidden)) {
     return invalid_argument(name, ".capacity: expected a multiple of the alignment ", s.alignment,
@@ -55,7 +57,7 @@ Status read_operand_config(const nvte_ep_operand_config_t* config, OperandShape*
   NVTE_EP_TRY(check_reserved(c.reserved0, "config.reserved0"));
   NVTE_EP_TRY(check_enum(c.scale_layout, 2, "config.scale_layout"));
   NVTE_EP_TRY(check_bool(c.columnwise, "config.columnwise"));
-  *shape = OperandShape{c.format, c.scale_layout == NVTE_EP_SCALE_LAYOUT_LINEAR, c.hidden, c.capacity,
+  *shape = OperandShape{c.format,      c.scale_layout == NVTE_EP_SCALE_LAYOUT_LINEAR, c.hidden, c.capacity,
                         c.num_experts, c.alignment == 0 ? 128 : c.alignment};
   *columnwise = c.columnwise != 0;
   NVTE_EP_TRY(check_shape(*shape, "config"));
@@ -74,10 +76,12 @@ nvte_ep_operand_layout_t operand_layout(const OperandShape& shape, bool columnwi
   };
   const RowLayout row = shape.row();
   place(shape.capacity * row.payload_bytes, &layout.payload_offset, &layout.payload_bytes);
-  place(shape.linear_scales ? shape.capacity * columns : shape.scale_rows() * round_up(columns, kScaleTileColumns),
+  place(shape.linear_scales ? shape.capacity * columns
+                            : shape.scale_rows() * round_up(columns, kScaleTileColumns),
         &layout.scales_offset, &layout.scales_bytes);
   if (columnwise) {
-    place(shape.capacity * row.payload_bytes, &layout.columnwise_payload_offset, &layout.columnwise_payload_bytes);
+    place(shape.capacity * row.payload_bytes, &layout.columnwise_payload_offset,
+          &layout.columnwise_payload_bytes);
     place(shape.linear_scales ? shape.capacity / format.block * shape.hidden
                               : shape.scale_rows() / format.block * round_up(shape.hidden, kScaleTileRows),
           &layout.columnwise_scales_offset, &layout.columnwise_scales_bytes);
@@ -95,7 +99,8 @@ nvte_ep_operand_layout_t operand_layout(const OperandShape& shape, bool columnwi
   return layout;
 }
 
-Status bind_operand(const OperandShape& shape, bool columnwise, const TensorView& buffer, nvte_ep_operand_t* operand) {
+Status bind_operand(const OperandShape& shape, bool columnwise, const TensorView& buffer,
+                    nvte_ep_operand_t* operand) {
   const nvte_ep_operand_layout_t layout = operand_layout(shape, columnwise);
   if (buffer.size() < layout.total_bytes) {
     return invalid_argument("buffer: expected at least ", layout.total_bytes, " bytes, got ", buffer.size());
@@ -136,8 +141,9 @@ Status read_operand(const nvte_ep_operand_t* operand, OperandView* view) {
   nvte_ep_operand_t o;
   NVTE_EP_TRY(read_struct(operand, NVTE_EP_OPERAND_V1_SIZE, "operand", &o));
   NVTE_EP_TRY(check_enum(o.scale_layout, 2, "operand.scale_layout"));
-  view->shape = OperandShape{o.format, o.scale_layout == NVTE_EP_SCALE_LAYOUT_LINEAR, o.hidden, o.capacity,
-                             o.num_experts, o.alignment == 0 ? 128 : o.alignment};
+  view->shape =
+      OperandShape{o.format,      o.scale_layout == NVTE_EP_SCALE_LAYOUT_LINEAR, o.hidden, o.capacity,
+                   o.num_experts, o.alignment == 0 ? 128 : o.alignment};
   NVTE_EP_TRY(check_shape(view->shape, "operand"));
   switch (o.device_type) {
     case 0:
@@ -165,8 +171,8 @@ Status read_operand(const nvte_ep_operand_t* operand, OperandView* view) {
                {"columnwise_expert_scale", o.columnwise_expert_scale}};
   for (const auto& part : parts) {
     if (reinterpret_cast<uintptr_t>(part.pointer) % kOperandPartAlignment != 0) {
-      return invalid_argument("operand.", part.name, ": expected a pointer aligned to ", kOperandPartAlignment,
-                              " bytes, got ", part.pointer);
+      return invalid_argument("operand.", part.name, ": expected a pointer aligned to ",
+                              kOperandPartAlignment, " bytes, got ", part.pointer);
     }
   }
   view->payload = static_cast<uint8_t*>(o.payload);

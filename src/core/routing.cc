@@ -29,7 +29,8 @@ IndexFaults clean_typed(const TensorView& topk_idx, int32_t num_experts, int32_t
 }
 
 template <typename Function>
-void for_each_copy(const std::vector<RoutingSource>& sources, const RoutingShape& shape, const Function& function) {
+void for_each_copy(const std::vector<RoutingSource>& sources, const RoutingShape& shape,
+                   const Function& function) {
   const int32_t first = shape.rank * shape.num_local_experts;
   for (size_t rank = 0; rank < sources.size(); ++rank) {
     const RoutingSource& source = sources[rank];

@@ -14,13 +14,17 @@ struct DTypeRow {
   uint8_t bits;
 };
 constexpr DTypeRow kDTypes[] = {
-    {DType::kBFloat16, "bfloat16", NVTE_EP_DTYPE_BFLOAT, 16}, {DType::kFloat16, "float16", NVTE_EP_DTYPE_FLOAT, 16},
-    {DType::kFloat32, "float32", NVTE_EP_DTYPE_FLOAT, 32},    {DType::kUInt8, "uint8", NVTE_EP_DTYPE_UINT, 8},
-    {DType::kInt32, "int32", NVTE_EP_DTYPE_INT, 32},          {DType::kInt64, "int64", NVTE_EP_DTYPE_INT, 64},
+    {DType::kBFloat16, "bfloat16", NVTE_EP_DTYPE_BFLOAT, 16},
+    {DType::kFloat16, "float16", NVTE_EP_DTYPE_FLOAT, 16},
+    {DType::kFloat32, "float32", NVTE_EP_DTYPE_FLOAT, 32},
+    {DType::kUInt8, "uint8", NVTE_EP_DTYPE_UINT, 8},
+    {DType::kInt32, "int32", NVTE_EP_DTYPE_INT, 32},
+    {DType::kInt64, "int64", NVTE_EP_DTYPE_INT, 64},
 };
 
 const DTypeRow& row_of(DType dtype) {
-  return *std::find_if(std::begin(kDTypes), std::end(kDTypes), [&](const DTypeRow& r) { return r.dtype == dtype; });
+  return *std::find_if(std::begin(kDTypes), std::end(kDTypes),
+                       [&](const DTypeRow& r) { return r.dtype == dtype; });
 }
 
 std::string expected_text(const TensorRule& rule) {
@@ -37,11 +41,18 @@ std::string got_text(const nvte_ep_tensor_t& t) {
   const auto* found = std::find_if(std::begin(kDTypes), std::end(kDTypes), [&](const DTypeRow& r) {
     return r.code == t.dtype_code && r.bits == t.dtype_bits;
   });
-  out = found != std::end(kDTypes)
-            ? found->name
-            : text("dtype code ", int(t.dtype_code), " of ", int(t.dtype_bits), " bits");
+  // DLPack's other types, so that a caller reads what was passed.
+  constexpr const char* kKinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+  if (found != std::end(kDTypes)) {
+    out = found->name;
+  } else if (t.dtype_code < sizeof(kKinds) / sizeof(kKinds[0])) {
+    out = text(kKinds[t.dtype_code], int(t.dtype_bits));
+  } else {
+    out = text("dtype code ", int(t.dtype_code), " of ", int(t.dtype_bits), " bits");
+  }
   out += " [";
-  for (int32_t i = 0; i < t.ndim && i < NVTE_EP_MAX_NDIM; ++i) out += (i ? ", " : "") + std::to_string(t.shape[i]);
+  for (int32_t i = 0; i < t.ndim && i < NVTE_EP_MAX_NDIM; ++i)
+    out += (i ? ", " : "") + std::to_string(t.shape[i]);
   return out + "]";
 }
 
@@ -88,6 +99,9 @@ Status read_tensor(const nvte_ep_tensor_t* tensor, const TensorRule& rule, Tenso
                             view->stride);
   }
 
+  if (t.ndim == 2 && t.shape[0] <= 1)
+    view->stride = t.shape[1];  // no second row: whatever was given does not matter
+
   switch (t.device_type) {
     case 0:
     case NVTE_EP_DEVICE_CPU:
@@ -116,19 +130,22 @@ Status read_tensor(const nvte_ep_tensor_t* tensor, const TensorRule& rule, Tenso
   if (t.data == nullptr) return invalid_argument(rule.name, ": expected data, got NULL for ", got_text(t));
   const int64_t alignment = rule.alignment > 0 ? rule.alignment : element;
   if (reinterpret_cast<uintptr_t>(t.data) % static_cast<uintptr_t>(alignment) != 0) {
-    return invalid_argument(rule.name, ": expected a base pointer aligned to ", alignment, " bytes, got ", t.data);
+    return invalid_argument(rule.name, ": expected a base pointer aligned to ", alignment, " bytes, got ",
+                            t.data);
   }
   if (t.ndim == 2 && t.shape[0] > 1 && rule.alignment > 0 && view->stride * element % alignment != 0) {
-    return invalid_argument(rule.name, ": expected a row stride that is a multiple of ", alignment, " bytes, got ",
-                            view->stride * element);
+    return invalid_argument(rule.name, ": expected a row stride that is a multiple of ", alignment,
+                            " bytes, got ", view->stride * element);
   }
   return Status();
 }
 
-Status read_tensor_on(const Device& device, const nvte_ep_tensor_t* tensor, const TensorRule& rule, TensorView* view) {
+Status read_tensor_on(const Device& device, const nvte_ep_tensor_t* tensor, const TensorRule& rule,
+                      TensorView* view) {
   NVTE_EP_TRY(read_tensor(tensor, rule, view));
   if (!(view->device == device)) {
-    return invalid_argument(rule.name, ": expected ", device_name(device), ", got ", device_name(view->device));
+    return invalid_argument(rule.name, ": expected ", device_name(device), ", got ",
+                            device_name(view->device));
   }
   return Status();
 }

@@ -25,7 +25,6 @@ __device__ __forceinline__ uint4 load_once(const uint4* p) {
   return v;
 }
 
-
 // bytes of 16 (0 to 16, a multiple of alignment or of 1 byte) between memory of which alignment is known; the rest is zero.
 __device__ __forceinline__ uint4 load16(const void* from, int alignment, int bytes = 16) {
   uint4 v = make_uint4(0, 0, 0, 0);
@@ -100,11 +99,11 @@ __device__ __forceinline__ uint32_t load2(const void* from, int alignment) {
 
 // ---- asynchronous copies to shared memory: 16 bytes each, in groups that a thread waits for ----
 
-__device__ __forceinline__ void copy_async16(void* shared_to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(shared_to))),
-               "l"(from)
-               : "memory");
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ void copy_async16(uint32_t shared_to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kGroupsLeft>

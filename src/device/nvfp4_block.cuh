@@ -25,6 +25,15 @@ struct SecondLevel {
 
   __device__ __forceinline__ SecondLevel(int k, bool up)
       : sixth(mul_rn(exp2_int(-k), 1.0f / 6.0f)), inverse(exp2_int(-k)), round_up(up) {}
+
+  // amax: NaN if all elements are.
+  __device__ __forceinline__ uint32_t block_scale(float amax) const {
+    return fast_float_to_e4m3(fminf(mul_rn(amax, sixth), kFloatMax), round_up);
+  }
+  __device__ __forceinline__ float multiplier(uint32_t block_scale) const {
+    return block_scale == 0 ? kFloatMax
+                            : mul_rn(reciprocal_of_e4m3(fast_e4m3_to_float(block_scale)), inverse);
+  }
 };
 
 // amax: the largest magnitude that is not NaN (NaN if all are). finite: there is neither NaN nor infinity among x.
@@ -33,9 +42,8 @@ template <typename Token, bool kStochastic>
 __device__ __forceinline__ uint2 encode_nvfp4_block(const Block16<Token>& x, float amax, bool finite,
                                                     const SecondLevel& second, const uint32_t* random,
                                                     uint32_t* scale_code) {
-  const uint32_t b = fast_float_to_e4m3(fminf(mul_rn(amax, second.sixth), kFloatMax), second.round_up);
-  const float multiplier =
-      b == 0 ? kFloatMax : mul_rn(reciprocal_of_e4m3(fast_e4m3_to_float(b)), second.inverse);
+  const uint32_t b = second.block_scale(amax);
+  const float multiplier = second.multiplier(b);
   *scale_code = b;
   float v[16];
 #if defined(NVTE_EP_HARDWARE_E2M1)
@@ -46,8 +54,8 @@ __device__ __forceinline__ uint2 encode_nvfp4_block(const Block16<Token>& x, flo
   // Outside: NaN and infinity; elements whose block scale came out 0 or was cut off at 448.
   if (kAnyInput || (finite && mul_rn(amax, multiplier) < 7.0f)) {
     if constexpr (!kAnyInput && !kStochastic && std::is_same_v<Token, Bf16Token>) {
-      const float nudged = nudged_multiplier(multiplier, b);
-      return make_uint2(encode_bf16_e2m1x8(x.word, nudged), encode_bf16_e2m1x8(x.word + 4, nudged));
+      const float scaled = bf16_multiplier(multiplier, b);
+      return make_uint2(encode_bf16_e2m1x8(x.word, scaled), encode_bf16_e2m1x8(x.word + 4, scaled));
     } else {
 #pragma unroll
       for (int i = 0; i < 16; ++i) v[i] = x.value(i);
@@ -61,8 +69,8 @@ __device__ __forceinline__ uint2 encode_nvfp4_block(const Block16<Token>& x, flo
   }
 #pragma unroll
   for (int i = 0; i < 16; ++i) v[i] = x.value(i);
-  return make_uint2(encode_e2m1x8_any(v, multiplier, kStochastic ? random : nullptr),
-                    encode_e2m1x8_any(v + 8, multiplier, kStochastic ? random + 2 : nullptr));
+  return make_uint2(encode_e2m1_any(v, multiplier, kStochastic ? random : nullptr),
+                    encode_e2m1_any(v + 8, multiplier, kStochastic ? random + 2 : nullptr));
 }
 
 }  // namespace nvte_ep::device

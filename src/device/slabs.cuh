@@ -26,7 +26,6 @@ struct Slab {
 
 // Rows that expert e asks for, as far as they can fit at all.
 __device__ __forceinline__ int64_t asked_rows(const SlabCounts& counts, int64_t e) {
-  if (counts.rows_per_expert.data == nullptr) return counts.available;
   const int64_t asked = load_index(counts.rows_per_expert, e);
   const int64_t bounded = asked < 0 ? 0 : (asked < counts.available ? asked : counts.available);
   return bounded & ~(counts.alignment - 1);
@@ -37,6 +36,7 @@ __device__ __forceinline__ int64_t asked_rows(const SlabCounts& counts, int64_t 
 // of a grid reports. Called by a whole block of kThreads; ends with a barrier.
 template <int kThreads, typename Match>
 __device__ __forceinline__ Slab find_slab(const SlabCounts& counts, int32_t* findings, const Match& match) {
+  if (counts.rows_per_expert.data == nullptr) return Slab{0, 0, counts.available, 0};
   __shared__ int64_t exchange[kThreads / kWarp];
   __shared__ Slab found;
   __shared__ int64_t total_rows, total_tiles;
@@ -60,9 +60,7 @@ __device__ __forceinline__ Slab find_slab(const SlabCounts& counts, int32_t* fin
     __syncthreads();
     if (lane_id() == 0) begin = warp_id() == 0 ? before_rows : exchange[warp_id() - 1];
     const int64_t rows = end - begin;
-    if (reports && mine && counts.rows_per_expert.data != nullptr) {
-      clamped |= rows != load_index(counts.rows_per_expert, e);
-    }
+    if (reports && mine) clamped |= rows != load_index(counts.rows_per_expert, e);
     const int64_t tiles = (rows + kScaleTileRows - 1) / kScaleTileRows;
     const int64_t end_tile = block_scan<kThreads>(tiles, INT64_MAX / 2, exchange) + before_tiles;
     if (mine && match(static_cast<int32_t>(e), end_tile - tiles, end_tile)) {
@@ -81,9 +79,8 @@ __device__ __forceinline__ Slab find_slab(const SlabCounts& counts, int32_t* fin
 
 template <int kThreads>
 __device__ __forceinline__ Slab find_slab_of_tile(const SlabCounts& counts, int32_t* findings, int64_t tile) {
-  return find_slab<kThreads>(counts, findings, [tile](int32_t, int64_t first, int64_t end) {
-    return tile >= first && tile < end;
-  });
+  return find_slab<kThreads>(
+      counts, findings, [tile](int32_t, int64_t first, int64_t end) { return tile >= first && tile < end; });
 }
 
 // Tiles that all slabs together can have.

@@ -446,7 +446,7 @@ class DeviceHandle : public HandleTransport {
     } maps[] = {{"slot_source", call.slot_source, route_.slot_source},
                 {"slot_expert", call.slot_expert, route_.slot_expert}};
     for (const auto& m : maps) {
-      if (m.out.data == nullptr) continue;
+      if (m.out.ndim == 0) continue;
       if (m.out.size() < slots_) {
         return invalid_argument(m.name, ": expected at least ", slots_, " slots, got ", m.out.size());
       }

@@ -109,8 +109,8 @@ Status Rendezvous::exchange(int32_t rank, const Publication& mine, int64_t timeo
         if (!arrived_[r]) all += (all.empty() ? "" : ", ") + std::to_string(r);
       }
       fail(NVTE_EP_STATUS_TIMEOUT, late,
-           text(mine.step, ": rank ", all, " did not arrive within ", static_cast<double>(timeout_ns) * 1e-9,
-                " s"));
+           text("rank ", all, " did not arrive at ", mine.step, " within ",
+                static_cast<double>(timeout_ns) * 1e-9, " s"));
     }
     if (round_ == round) return failure_;
   }

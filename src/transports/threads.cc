@@ -108,15 +108,19 @@ struct Member {
     findings.push_back(finding);
   }
 
-  // (allocation, offset) of a pointer into symmetric memory as one number; -1: none.
-  int64_t symmetric_place(const void* pointer) const {
+  // Which allocation of the group a pointer lies in, and where; {-1, -1}: none.
+  struct Place {
+    int64_t allocation = -1;
+    int64_t offset = -1;
+  };
+  Place symmetric_place(const void* pointer) const {
     const std::lock_guard<std::mutex> lock(mutex);
     const uint8_t* p = static_cast<const uint8_t*>(pointer);
     auto it = symmetric.upper_bound(p);
-    if (it == symmetric.begin()) return -1;
+    if (it == symmetric.begin()) return Place();
     --it;
-    if (p >= it->first + it->second) return -1;
-    return (symmetric_order.at(it->first) << 44) + (p - it->first);
+    if (p >= it->first + it->second) return Place();
+    return Place{symmetric_order.at(it->first), p - it->first};
   }
 
   int32_t local_experts() const { return settings.num_experts / size; }
@@ -203,7 +207,7 @@ class ThreadHandle : public HandleTransport {
     write_index(call.dropped_rows, &routing_.dropped_rows, 1);
     const size_t total = static_cast<size_t>(routing_.total_rows);
     for (const TensorView* slots : {&call.slot_source, &call.slot_expert}) {
-      if (slots->data != nullptr && slots->size() < routing_.total_rows) {
+      if (slots->ndim != 0 && slots->size() < routing_.total_rows) {
         return invalid_argument(slots == &call.slot_source ? "slot_source" : "slot_expert",
                                 ": expected at least ", routing_.total_rows, " slots, got ", slots->size());
       }
@@ -232,7 +236,7 @@ class ThreadHandle : public HandleTransport {
   Status send_rows(const SendRows& call, nvte_ep_stream_t stream) override {
     Publication mine = publication(call.backward ? "combine_backward" : "dispatch");
     mine.agree_on("format", call.format);
-    mine.agree_on("symmetric memory offset", symmetric_place(call.symmetric));
+    agree_on_place(call.symmetric, &mine);
     mine.rows = call.rows;
     mine.row_stride = call.row_stride;
     mine.weights = static_cast<const float*>(call.weights.data);
@@ -263,7 +267,7 @@ class ThreadHandle : public HandleTransport {
     Publication mine = publication(call.backward ? "dispatch_backward" : "combine");
     mine.agree_on("format", call.format);
     mine.agree_on("dtype", static_cast<int64_t>(call.result.dtype));
-    mine.agree_on("symmetric memory offset", symmetric_place(call.symmetric));
+    agree_on_place(call.symmetric, &mine);
     mine.rows = call.slots.data;
     mine.row_stride = call.slots.stride * dtype_bytes(call.slots.dtype);
     mine.weights = call.slot_weights;
@@ -301,8 +305,11 @@ class ThreadHandle : public HandleTransport {
     return p;
   }
 
-  int64_t symmetric_place(const void* pointer) const {
-    return member_->settings.zero_copy ? member_->symmetric_place(pointer) : -1;
+  void agree_on_place(const void* pointer, Publication* mine) const {
+    if (!member_->settings.zero_copy) return;
+    const Member::Place place = member_->symmetric_place(pointer);
+    mine->agree_on("symmetric memory (the n-th allocation)", place.allocation);
+    mine->agree_on("symmetric memory offset", place.offset);
   }
 
   // A rank that wants values needs them from every rank; all ranks come to the same answer.
@@ -367,12 +374,14 @@ class ThreadGroup : public GroupTransport {
   }
 
   Status mem_alloc(int64_t bytes, void** pointer) override {
-    void* block = nullptr;
-    NVTE_EP_TRY(member_->backend->allocate(bytes, &block));
     Publication mine;
     mine.step = "mem_alloc";
     mine.agree_on("bytes", bytes);
-    const Status met = exchange(mine);
+    void* block = nullptr;
+    // In the exchange: where one rank is out of memory, all ranks hear of it.
+    const Status met = member_->rendezvous->exchange(
+        member_->rank, mine, member_->settings.timeout_ns,
+        [&](const std::vector<Publication>&) { return member_->backend->allocate(bytes, &block); });
     if (!met.ok()) {
       member_->backend->release(block);
       return met;
@@ -405,10 +414,10 @@ class ThreadGroup : public GroupTransport {
   }
 
   bool is_symmetric(const void* pointer, int64_t bytes) const override {
-    const int64_t first = member_->symmetric_place(pointer);
-    const int64_t last =
+    const Member::Place first = member_->symmetric_place(pointer);
+    const Member::Place last =
         member_->symmetric_place(static_cast<const uint8_t*>(pointer) + std::max<int64_t>(bytes, 1) - 1);
-    return first >= 0 && last - first == std::max<int64_t>(bytes, 1) - 1;
+    return first.allocation >= 0 && last.allocation == first.allocation;
   }
 
   Finding poll() override {

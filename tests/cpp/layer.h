@@ -46,11 +46,11 @@ struct LayerCase {
   bool scale_up = false;
   bool column_max = false;
   bool saturate = false;
-  bool weights = true;            // topk_weights travel, and their gradients come back
-  bool slot_weights = false;      // combine multiplies by them, its backward gives their gradient
+  bool weights = true;        // topk_weights travel, and their gradients come back
+  bool slot_weights = false;  // combine multiplies by them, its backward gives their gradient
   bool accumulate = false;
-  bool strided = false;           // gaps between rows, and more rows than needed where that is allowed
-  bool no_outputs = false;        // prepare is asked for nothing
+  bool strided = false;     // gaps between rows, and more rows than needed where that is allowed
+  bool no_outputs = false;  // prepare is asked for nothing
 };
 
 constexpr float kTensorScale = 0x1p-6f;
@@ -75,7 +75,8 @@ inline RankInputs random_inputs(const LayerCase& c, int64_t tokens, Random* rand
       const bool none = unrouted || random->chance(0.05) || left.size() == 1;
       in.experts.push_back(none ? -1 : left[pick]);
       if (!none) left.erase(left.begin() + static_cast<std::ptrdiff_t>(pick));
-      in.weights.push_back(none ? std::numeric_limits<float>::quiet_NaN() : static_cast<float>(random->uniform()));
+      in.weights.push_back(none ? std::numeric_limits<float>::quiet_NaN()
+                                : static_cast<float>(random->uniform()));
     }
   }
   return in;
@@ -96,7 +97,8 @@ inline std::vector<Step> random_steps(const LayerCase& c, int steps) {
 
 // ---- the plan: what is known before a rank starts --------------------------------------------------------------------------
 
-inline nvte_ep_codec_options_t codec_options(const LayerCase& c, int32_t format, int rank, Array* rng, Array* tensor_scale) {
+inline nvte_ep_codec_options_t codec_options(const LayerCase& c, int32_t format, int rank, Array* rng,
+                                             Array* tensor_scale) {
   nvte_ep_codec_options_t options = NVTE_EP_CODEC_OPTIONS_INIT;
   if (format != NVTE_EP_FORMAT_NVFP4) return options;
   options.rounding = c.stochastic ? NVTE_EP_ROUNDING_STOCHASTIC : NVTE_EP_ROUNDING_NEAREST;
@@ -104,20 +106,23 @@ inline nvte_ep_codec_options_t codec_options(const LayerCase& c, int32_t format,
   options.scale_rounding = c.scale_up ? NVTE_EP_SCALE_ROUNDING_UP : NVTE_EP_SCALE_ROUNDING_NEAREST;
   options.column_bound = c.column_max ? NVTE_EP_COLUMN_BOUND_MAX : NVTE_EP_COLUMN_BOUND_L1;
   options.rng_state = c.stochastic ? rng->tensor() : nullptr;
-  options.tensor_scale = c.tensor_scale ? tensor_scale->tensor() : nullptr;
+  options.tensor_scale = c.tensor_scale && tensor_scale ? tensor_scale->tensor() : nullptr;
   options.rank = rank;
   options.row_id_base = rank * c.max_tokens;
   return options;
 }
 
-inline std::vector<int64_t> rng_state(int step, bool backward) { return {1234567, 1000 * step + (backward ? 500 : 0)}; }
+inline std::vector<int64_t> rng_state(int step, bool backward) {
+  return {1234567, 1000 * step + (backward ? 500 : 0)};
+}
 
 // One direction's rows as a rank sends them, and as they travel.
 struct SentRows {
   ApartRows apart;
   Bytes rows;
 };
-inline SentRows sent_rows(const LayerCase& c, int32_t format, int rank, int step, bool backward, const std::vector<float>& x) {
+inline SentRows sent_rows(const LayerCase& c, int32_t format, int rank, int step, bool backward,
+                          const std::vector<float>& x) {
   Array rng(host_memory(), Type::kInt64, {2}, bytes_of(rng_state(step, backward)));
   Array scale(host_memory(), Type::kFloat32, {1}, bytes_of(std::vector<float>{kTensorScale}));
   const nvte_ep_codec_options_t options = codec_options(c, format, rank, &rng, &scale);
@@ -151,12 +156,18 @@ inline int64_t capacity_of(const LayerCase& c, const std::vector<Step>& steps) {
     }
   }
   switch (c.capacity) {
-    case Capacity::kAmple: return need + 3 * c.alignment;
-    case Capacity::kEager: return 0;
-    case Capacity::kNeed: return need;
-    case Capacity::kNeedLessUnit: return std::max<int64_t>(need - c.alignment, c.alignment);
-    case Capacity::kHalf: return (need / 2 + c.alignment - 1) / c.alignment * c.alignment;
-    default: return c.alignment;
+    case Capacity::kAmple:
+      return need + 3 * c.alignment;
+    case Capacity::kEager:
+      return 0;
+    case Capacity::kNeed:
+      return need;
+    case Capacity::kNeedLessUnit:
+      return std::max<int64_t>(need - c.alignment, c.alignment);
+    case Capacity::kHalf:
+      return (need / 2 + c.alignment - 1) / c.alignment * c.alignment;
+    default:
+      return c.alignment;
   }
 }
 
@@ -196,7 +207,8 @@ inline Plan make_plan(const LayerCase& c, const std::vector<Step>& steps) {
 
 class LayerRank {
  public:
-  LayerRank(const Venue& venue, const LayerCase& c, const Plan& plan, const Rank& rank, const Group& group, const Handle& handle)
+  LayerRank(const Venue& venue, const LayerCase& c, const Plan& plan, const Rank& rank, const Group& group,
+            const Handle& handle)
       : memory_(*venue.memory), c_(c), plan_(plan), rank_(rank.rank), group_(group), handle_(handle) {}
 
   void run(int step) {
@@ -236,7 +248,7 @@ class LayerRank {
     Array idx = make(c_.index_type, {in_->tokens, c_.top_k}, encode_index(c_.index_type, in_->experts), 3);
     struct Output {
       const char* name;
-      nvte_ep_tensor_t* nvte_ep_prepare_args_t::*field;
+      nvte_ep_tensor_t* nvte_ep_prepare_args_t::* field;
       Array array;
       std::vector<int64_t> expected;
     };
@@ -245,18 +257,23 @@ class LayerRank {
     const int64_t slot_map = plan_.capacity > 0 ? plan_.capacity : routed_->total_rows + 2;
     std::vector<int64_t> source;
     for (const SlotCopy& slot : routed_->slots) {
-      source.push_back(slot.source < 0 ? -1 : static_cast<int64_t>(slot.source) * (int64_t{1} << 32) + slot.token);
+      source.push_back(slot.source < 0 ? -1
+                                       : static_cast<int64_t>(slot.source) * (int64_t{1} << 32) + slot.token);
     }
     std::vector<Output> outputs;
     outputs.push_back({"tokens_routed", &Args::tokens_routed, counts(experts), routed_->tokens_routed});
-    outputs.push_back({"tokens_per_expert", &Args::tokens_per_expert, counts(experts), routed_->tokens_per_expert});
+    outputs.push_back(
+        {"tokens_per_expert", &Args::tokens_per_expert, counts(experts), routed_->tokens_per_expert});
     outputs.push_back({"rows_per_expert", &Args::rows_per_expert, counts(experts), routed_->rows_per_expert});
     outputs.push_back({"row_offsets", &Args::row_offsets, counts(experts + 1), routed_->row_offsets});
-    outputs.push_back({"scale_row_offsets", &Args::scale_row_offsets, counts(experts + 1), routed_->scale_row_offsets});
+    outputs.push_back(
+        {"scale_row_offsets", &Args::scale_row_offsets, counts(experts + 1), routed_->scale_row_offsets});
     outputs.push_back({"total_rows", &Args::total_rows, counts(1), {routed_->total_rows}});
     outputs.push_back({"dropped_rows", &Args::dropped_rows, counts(1), {routed_->dropped_rows}});
-    outputs.push_back({"slot_source", &Args::slot_source, Array(memory_, Type::kInt64, {slot_map}, 0, 0x5A), source});
-    outputs.push_back({"slot_expert", &Args::slot_expert, Array(memory_, Type::kInt32, {slot_map}, 0, 0x5A), routed_->slot_expert});
+    outputs.push_back(
+        {"slot_source", &Args::slot_source, Array(memory_, Type::kInt64, {slot_map}, 0, 0x5A), source});
+    outputs.push_back({"slot_expert", &Args::slot_expert, Array(memory_, Type::kInt32, {slot_map}, 0, 0x5A),
+                       routed_->slot_expert});
     nvte_ep_prepare_args_t args = NVTE_EP_PREPARE_ARGS_INIT;
     args.topk_idx = idx.tensor();
     if (!c_.no_outputs) {
@@ -265,7 +282,8 @@ class LayerRank {
     int64_t total_rows_host = -7;
     if (plan_.capacity == 0) args.total_rows_host = &total_rows_host;
     require(nvte_ep_handle_prepare(handle_.get(), &args, nullptr));
-    idx.set(Bytes(static_cast<size_t>(idx.size() * item_bytes(c_.index_type)), kPoison));  // may be reused from here on
+    idx.set(Bytes(static_cast<size_t>(idx.size() * item_bytes(c_.index_type)),
+                  kPoison));  // may be reused from here on
     if (plan_.capacity == 0) {
       EXPECT_EQ(total_rows_host, routed_->total_rows);
     }
@@ -334,7 +352,8 @@ class LayerRank {
     config.columnwise = c_.columnwise && c_.alignment >= info.columnwise_alignment;
     return config;
   }
-  Array operand_buffer(const nvte_ep_operand_config_t& config, const Memory& memory, nvte_ep_operand_t* operand) const {
+  Array operand_buffer(const nvte_ep_operand_config_t& config, const Memory& memory,
+                       nvte_ep_operand_t* operand) const {
     nvte_ep_operand_layout_t layout = NVTE_EP_OPERAND_LAYOUT_INIT;
     require(nvte_ep_operand_layout(&config, &layout));
     Array buffer(memory, Type::kUInt8, {layout.total_bytes});
@@ -403,8 +422,7 @@ class LayerRank {
       Array in(host_memory(), Type::kUInt8, {routed_->total_rows, row_bytes}, rows);
       Array counts(host_memory(), Type::kInt64, {c_.experts_per_rank}, bytes_of(routed_->rows_per_expert));
       Array rng(host_memory(), Type::kInt64, {2}, bytes_of(rng_state(step_, backward)));
-      nvte_ep_codec_options_t options = codec_options(c_, format, rank_, &rng, nullptr);
-      options.tensor_scale = nullptr;
+      const nvte_ep_codec_options_t options = codec_options(c_, format, rank_, &rng, nullptr);
       require(codec_of(format).direct_receive(in.tensor(), counts.tensor(), &operand, &options, nullptr));
       expect_bytes("operand", expected.get(), e.operand_bytes.get(), 1, 0);
     }
@@ -433,10 +451,12 @@ class LayerRank {
   }
 
   // The sum over each token's slots, on top of what the result holds.
-  Bytes expected_sums(const std::vector<SlotValues>& values, int32_t format, const std::vector<float>& before) const {
+  Bytes expected_sums(const std::vector<SlotValues>& values, int32_t format,
+                      const std::vector<float>& before) const {
     std::vector<float> all;
     for (int64_t t = 0; t < in_->tokens; ++t) {
-      const std::vector<float> sum = sum_token(&places_[static_cast<size_t>(t * c_.top_k)], c_.top_k, values, c_.hidden, format);
+      const std::vector<float> sum =
+          sum_token(&places_[static_cast<size_t>(t * c_.top_k)], c_.top_k, values, c_.hidden, format);
       all.insert(all.end(), sum.begin(), sum.end());
     }
     for (size_t i = 0; c_.accumulate && i < all.size(); ++i) all[i] = before[i] + all[i];
@@ -461,8 +481,10 @@ class LayerRank {
     args.result = result.tensor();
     args.accumulate = c_.accumulate;
     require(nvte_ep_handle_combine(handle_.get(), &args, nullptr));
-    expect_bytes("result of combine", expected_sums(p_->expert_out, c_.combine, before), result.get(), item, c_.hidden);
-    expect_bytes("expert_out is unchanged", with_tail(encode(c_.token_type, mine.x), item * c_.hidden), out.get(), item, c_.hidden);
+    expect_bytes("result of combine", expected_sums(p_->expert_out, c_.combine, before), result.get(), item,
+                 c_.hidden);
+    expect_bytes("expert_out is unchanged", with_tail(encode(c_.token_type, mine.x), item * c_.hidden),
+                 out.get(), item, c_.hidden);
   }
 
   void check_dispatch_backward() {
@@ -476,7 +498,8 @@ class LayerRank {
     if (c_.weights) {
       std::vector<float> scalars;
       for (size_t s = 0; s < routed_->slots.size(); ++s) {
-        scalars.push_back(routed_->slots[s].source < 0 ? std::numeric_limits<float>::quiet_NaN() : slot_scalar(rank_, s));
+        scalars.push_back(routed_->slots[s].source < 0 ? std::numeric_limits<float>::quiet_NaN()
+                                                       : slot_scalar(rank_, s));
       }
       grad_recv_weights = make(Type::kFloat32, {slots_}, bytes_of(scalars));
       grad_topk_weights = make(Type::kFloat32, {in_->tokens, c_.top_k}, 2);
@@ -490,8 +513,8 @@ class LayerRank {
     args.grad_topk_weights = grad_topk_weights.tensor();
     args.accumulate = c_.accumulate;
     require(nvte_ep_handle_dispatch_backward(handle_.get(), &args, nullptr));
-    expect_bytes("grad_tokens", expected_sums(p_->slot_grads, c_.dispatch_backward, before), grad_tokens.get(),
-                 item_bytes(c_.token_type), c_.hidden);
+    expect_bytes("grad_tokens", expected_sums(p_->slot_grads, c_.dispatch_backward, before),
+                 grad_tokens.get(), item_bytes(c_.token_type), c_.hidden);
     if (!c_.weights) return;
     std::vector<float> expected;
     for (const SlotPlace& place : places_) {
@@ -499,7 +522,9 @@ class LayerRank {
     }
     expect_bytes("grad_topk_weights", bytes_of(expected), grad_topk_weights.get(), 4, c_.top_k);
   }
-  static float slot_scalar(int rank, size_t slot) { return static_cast<float>(rank * 1000) + 0.25f * static_cast<float>(slot + 1); }
+  static float slot_scalar(int rank, size_t slot) {
+    return static_cast<float>(rank * 1000) + 0.25f * static_cast<float>(slot + 1);
+  }
 
   void check_combine_backward() {
     Exchange e;
@@ -524,7 +549,8 @@ class LayerRank {
     args.grad_slot_weights = grad_weights.tensor();
     require(nvte_ep_handle_combine_backward(handle_.get(), &args, nullptr));
 
-    std::vector<float> grads = decode(Type::kFloat32, unpack(c_.combine_backward, rows, c_.hidden, Type::kFloat32));
+    std::vector<float> grads =
+        decode(Type::kFloat32, unpack(c_.combine_backward, rows, c_.hidden, Type::kFloat32));
     const std::vector<float> got = grad_weights.values<float>();
     for (size_t s = 0; s < routed_->slots.size(); ++s) {
       const bool padding = routed_->slots[s].source < 0;
@@ -534,11 +560,14 @@ class LayerRank {
         if (!padding) magnitude += std::fabs(static_cast<double>(grads[h]) * out.x[h]);
         if (!padding) grads[h] = grads[h] * out.weights[s];
       }
-      EXPECT_LE(std::fabs(got[s] - dot), 1e-6 * magnitude) << "grad_slot_weights[" << s << "]: expected " << dot << ", got " << got[s];
+      EXPECT_LE(std::fabs(got[s] - dot), 1e-6 * magnitude)
+          << "grad_slot_weights[" << s << "]: expected " << dot << ", got " << got[s];
     }
-    for (size_t s = routed_->slots.size(); s < got.size(); ++s) EXPECT_EQ(bits_of(got[s]), 0xFFFFFFFFu) << "grad_slot_weights past the end";
+    for (size_t s = routed_->slots.size(); s < got.size(); ++s)
+      EXPECT_EQ(bits_of(got[s]), 0xFFFFFFFFu) << "grad_slot_weights past the end";
     const int64_t item = item_bytes(c_.received_type);
-    expect_bytes("weighted gradient", with_tail(encode(c_.received_type, grads), item * c_.hidden), e.received.get(), item, c_.hidden);
+    expect_bytes("weighted gradient", with_tail(encode(c_.received_type, grads), item * c_.hidden),
+                 e.received.get(), item, c_.hidden);
   }
 
   const Memory& memory_;

@@ -7,11 +7,16 @@
 
 #include "venues.h"
 
+// Memory that is not there is what some tests ask for.
 #if defined(__SANITIZE_ADDRESS__)
-extern "C" const char* __asan_default_options() { return "allocator_may_return_null=1"; }
+extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() {
+  return "allocator_may_return_null=1";
+}
 #endif
 #if defined(__SANITIZE_THREAD__)
-extern "C" const char* __tsan_default_options() { return "allocator_may_return_null=1"; }
+extern "C" __attribute__((visibility("default"))) const char* __tsan_default_options() {
+  return "allocator_may_return_null=1";
+}
 #endif
 
 namespace {
@@ -37,7 +42,8 @@ struct Member {
     std::vector<int64_t> experts;
     for (int64_t t = 0; t < kTokens; ++t) experts.push_back(t % rank.size);
     idx = Array(memory, Type::kInt64, {kTokens, 1}, bytes_of(experts));
-    tokens = Array(memory, Type::kBFloat16, {kTokens, kHidden}, encode(Type::kBFloat16, std::vector<float>(kTokens * kHidden, 3.0f)));
+    tokens = Array(memory, Type::kBFloat16, {kTokens, kHidden},
+                   encode(Type::kBFloat16, std::vector<float>(kTokens * kHidden, 3.0f)));
     received = Array(memory, Type::kBFloat16, {16 * kTokens, kHidden});
     result = Array(memory, Type::kBFloat16, {kTokens, kHidden});
   }
@@ -85,9 +91,12 @@ struct Member {
     nvte_ep_status_t (Member::*run)();
   };
   static const std::vector<Step>& steps() {
-    static const std::vector<Step> all = {{"nvte_ep_handle_prepare", &Member::prepare},   {"nvte_ep_handle_dispatch", &Member::dispatch},
-                                          {"nvte_ep_handle_combine", &Member::combine},   {"nvte_ep_handle_dispatch_backward", &Member::dispatch_backward},
-                                          {"nvte_ep_handle_combine_backward", &Member::combine_backward}, {"nvte_ep_mem_alloc", &Member::mem_alloc}};
+    static const std::vector<Step> all = {{"nvte_ep_handle_prepare", &Member::prepare},
+                                          {"nvte_ep_handle_dispatch", &Member::dispatch},
+                                          {"nvte_ep_handle_combine", &Member::combine},
+                                          {"nvte_ep_handle_dispatch_backward", &Member::dispatch_backward},
+                                          {"nvte_ep_handle_combine_backward", &Member::combine_backward},
+                                          {"nvte_ep_mem_alloc", &Member::mem_alloc}};
     return all;
   }
 
@@ -119,10 +128,12 @@ class Gate {
 void expect_fatal(Member* m, nvte_ep_status_t status, int culprit) {
   const std::string name = "rank " + std::to_string(culprit);
   const auto start = Clock::now();
-  for (const Member::Step& step : Member::steps()) expect_status(status, (m->*step.run)(), {step.name, name}, "after the failure");
+  for (const Member::Step& step : Member::steps())
+    expect_status(status, (m->*step.run)(), {step.name, name}, "after the failure");
   nvte_ep_handle_t handle = nullptr;
   const nvte_ep_handle_config_t config = handle_config(1, 16);
-  expect_status(status, nvte_ep_handle_create(m->group.get(), &config, &handle), {"nvte_ep_handle_create", name}, "only abort and destroy are accepted");
+  expect_status(status, nvte_ep_handle_create(m->group.get(), &config, &handle),
+                {"nvte_ep_handle_create", name}, "only abort and destroy are accepted");
   for (int round = 0; round < 2; ++round) {
     const nvte_ep_error_info_t info = poll(m->group);
     EXPECT_EQ(info.status, status) << "fatal findings stay";
@@ -163,7 +174,8 @@ TEST_P(Failures, GroupCreationTimesOutAndMayBeTriedAgain) {
     nvte_ep_group_t group = nullptr;
     if (rank.rank == 0) {
       config.timeout_ns = 300 * kMillisecond;
-      expect_status(NVTE_EP_STATUS_TIMEOUT, nvte_ep_group_create(rank.comm, &config, &group), {"nvte_ep_group_create", "rank 1"});
+      expect_status(NVTE_EP_STATUS_TIMEOUT, nvte_ep_group_create(rank.comm, &config, &group),
+                    {"nvte_ep_group_create", "rank 1"});
       over.open();
     } else {
       over.wait();
@@ -220,7 +232,8 @@ TEST_P(Failures, AbortFromAnotherThreadEndsEveryWait) {
         aborted.wait();
       } else {
         ++waiting;
-        expect_status(NVTE_EP_STATUS_PEER_FAILED, m.dispatch(), {"nvte_ep_handle_dispatch", "rank " + std::to_string(aborter)});
+        expect_status(NVTE_EP_STATUS_PEER_FAILED, m.dispatch(),
+                      {"nvte_ep_handle_dispatch", "rank " + std::to_string(aborter)});
         aborted.open();
       }
       expect_fatal(&m, NVTE_EP_STATUS_PEER_FAILED, aborter);
@@ -282,19 +295,27 @@ TEST(Objects, StaleAndForeignPointersAreRefused) {
 
   // Of another kind, or of no kind at all.
   alignas(64) unsigned char noise[64] = {1, 2, 3};
-  for (void* wrong : {static_cast<void*>(noise), static_cast<void*>(group.get()), reinterpret_cast<void*>(uintptr_t{8})}) {
-    expect_status(invalid, nvte_ep_handle_prepare(static_cast<nvte_ep_handle_t>(wrong), &args, nullptr), {"nvte_ep_handle_prepare: handle"});
-    expect_status(invalid, nvte_ep_handle_destroy(static_cast<nvte_ep_handle_t>(wrong)), {"nvte_ep_handle_destroy: handle"});
-    expect_status(invalid, nvte_ep_comm_destroy(static_cast<nvte_ep_comm_t>(wrong)), {"nvte_ep_comm_destroy: comm"});
-    expect_status(invalid, nvte_ep_group_create(static_cast<nvte_ep_comm_t>(wrong), &config, &created), {"nvte_ep_group_create: comm"});
+  for (void* wrong :
+       {static_cast<void*>(noise), static_cast<void*>(group.get()), reinterpret_cast<void*>(uintptr_t{8})}) {
+    expect_status(invalid, nvte_ep_handle_prepare(static_cast<nvte_ep_handle_t>(wrong), &args, nullptr),
+                  {"nvte_ep_handle_prepare: handle"});
+    expect_status(invalid, nvte_ep_handle_destroy(static_cast<nvte_ep_handle_t>(wrong)),
+                  {"nvte_ep_handle_destroy: handle"});
+    expect_status(invalid, nvte_ep_comm_destroy(static_cast<nvte_ep_comm_t>(wrong)),
+                  {"nvte_ep_comm_destroy: comm"});
+    expect_status(invalid, nvte_ep_group_create(static_cast<nvte_ep_comm_t>(wrong), &config, &created),
+                  {"nvte_ep_group_create: comm"});
   }
-  expect_status(invalid, nvte_ep_group_info(reinterpret_cast<nvte_ep_group_t>(handle.get()), &info), {"nvte_ep_group_info: group"});
-  expect_status(invalid, nvte_ep_group_destroy(reinterpret_cast<nvte_ep_group_t>(handle.get())), {"nvte_ep_group_destroy: group"});
+  expect_status(invalid, nvte_ep_group_info(reinterpret_cast<nvte_ep_group_t>(handle.get()), &info),
+                {"nvte_ep_group_info: group"});
+  expect_status(invalid, nvte_ep_group_destroy(reinterpret_cast<nvte_ep_group_t>(handle.get())),
+                {"nvte_ep_group_destroy: group"});
 
   // Destroyed before.
   nvte_ep_handle_t old_handle = handle.get();
   handle = Handle();
-  expect_status(invalid, nvte_ep_handle_prepare(old_handle, &args, nullptr), {"nvte_ep_handle_prepare: handle"});
+  expect_status(invalid, nvte_ep_handle_prepare(old_handle, &args, nullptr),
+                {"nvte_ep_handle_prepare: handle"});
   expect_status(invalid, nvte_ep_handle_destroy(old_handle), {"nvte_ep_handle_destroy: handle"});
   nvte_ep_group_t old_group = group.get();
   group = Group();
@@ -343,14 +364,15 @@ TEST_P(Failures, RanksThatDisagreeOnAGroupSettingAllHearWhich) {
     const char* name;
     std::function<void(nvte_ep_group_config_t*)> apply;
   };
-  const Change changes[] = {{"num_experts", [](nvte_ep_group_config_t* c) { c->num_experts = 6; }},
-                            {"hidden", [](nvte_ep_group_config_t* c) { c->hidden = 64; }},
-                            {"max_tokens_per_rank", [](nvte_ep_group_config_t* c) { c->max_tokens_per_rank = 5; }},
-                            {"max_top_k", [](nvte_ep_group_config_t* c) { c->max_top_k = 2; }},
-                            {"recv_capacity", [](nvte_ep_group_config_t* c) { c->recv_capacity = 32; }},
-                            {"recv_capacity", [](nvte_ep_group_config_t* c) { c->recv_capacity = 0; }},
-                            {"overflow", [](nvte_ep_group_config_t* c) { c->overflow = NVTE_EP_ON_OVERFLOW_DROP; }},
-                            {"zero_copy", [](nvte_ep_group_config_t* c) { c->zero_copy = 1; }}};
+  const Change changes[] = {
+      {"num_experts", [](nvte_ep_group_config_t* c) { c->num_experts = 6; }},
+      {"hidden", [](nvte_ep_group_config_t* c) { c->hidden = 64; }},
+      {"max_tokens_per_rank", [](nvte_ep_group_config_t* c) { c->max_tokens_per_rank = 5; }},
+      {"max_top_k", [](nvte_ep_group_config_t* c) { c->max_top_k = 2; }},
+      {"recv_capacity", [](nvte_ep_group_config_t* c) { c->recv_capacity = 32; }},
+      {"recv_capacity", [](nvte_ep_group_config_t* c) { c->recv_capacity = 0; }},
+      {"overflow", [](nvte_ep_group_config_t* c) { c->overflow = NVTE_EP_ON_OVERFLOW_DROP; }},
+      {"zero_copy", [](nvte_ep_group_config_t* c) { c->zero_copy = 1; }}};
   run_ranks(3, [&](Rank& rank) {
     for (int odd = 0; odd < 3; ++odd) {
       for (const Change& change : changes) {
@@ -359,7 +381,8 @@ TEST_P(Failures, RanksThatDisagreeOnAGroupSettingAllHearWhich) {
         if (rank.rank == odd) change.apply(&config);
         nvte_ep_group_t group = nullptr;
         expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_group_create(rank.comm, &config, &group),
-                      {"nvte_ep_group_create", change.name, "rank " + std::to_string(odd == 0 ? 1 : odd)}, change.name);
+                      {"nvte_ep_group_create", change.name, "rank " + std::to_string(odd == 0 ? 1 : odd)},
+                      change.name);
         EXPECT_EQ(group, nullptr);
       }
     }
@@ -373,12 +396,13 @@ TEST_P(Failures, RanksThatDisagreeOnAHandleSettingAllHearWhich) {
     const char* name;
     std::function<void(nvte_ep_handle_config_t*)> apply;
   };
-  const Change changes[] = {{"top_k", [](nvte_ep_handle_config_t* c) { c->top_k = 2; }},
-                            {"alignment", [](nvte_ep_handle_config_t* c) { c->alignment = 8; }},
-                            {"dispatch", [](nvte_ep_handle_config_t* c) { c->dispatch = NVTE_EP_FORMAT_NVFP4; }},
-                            {"combine", [](nvte_ep_handle_config_t* c) { c->combine = NVTE_EP_FORMAT_MXFP8; }},
-                            {"dispatch_backward", [](nvte_ep_handle_config_t* c) { c->dispatch_backward = NVTE_EP_FORMAT_MXFP8; }},
-                            {"combine_backward", [](nvte_ep_handle_config_t* c) { c->combine_backward = NVTE_EP_FORMAT_MXFP8; }}};
+  const Change changes[] = {
+      {"top_k", [](nvte_ep_handle_config_t* c) { c->top_k = 2; }},
+      {"alignment", [](nvte_ep_handle_config_t* c) { c->alignment = 8; }},
+      {"dispatch", [](nvte_ep_handle_config_t* c) { c->dispatch = NVTE_EP_FORMAT_NVFP4; }},
+      {"combine", [](nvte_ep_handle_config_t* c) { c->combine = NVTE_EP_FORMAT_MXFP8; }},
+      {"dispatch_backward", [](nvte_ep_handle_config_t* c) { c->dispatch_backward = NVTE_EP_FORMAT_MXFP8; }},
+      {"combine_backward", [](nvte_ep_handle_config_t* c) { c->combine_backward = NVTE_EP_FORMAT_MXFP8; }}};
   run_ranks(3, [&](Rank& rank) {
     Member m(GetParam(), rank, kPatience);
     for (const Change& change : changes) {
@@ -386,11 +410,13 @@ TEST_P(Failures, RanksThatDisagreeOnAHandleSettingAllHearWhich) {
       if (rank.rank == 1) change.apply(&config);
       const Handle handle = make_handle(m.group, config);
       Array idx(m.memory, Type::kInt64, {0, config.top_k});
-      expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, prepare(handle, &idx), {"nvte_ep_handle_prepare", change.name, "rank 1"}, change.name);
+      expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, prepare(handle, &idx),
+                    {"nvte_ep_handle_prepare", change.name, "rank 1"}, change.name);
       nvte_ep_combine_args_t args = NVTE_EP_COMBINE_ARGS_INIT;
       args.expert_out = m.received.tensor();
       args.result = m.result.tensor();
-      expect_status(NVTE_EP_STATUS_BAD_STATE, nvte_ep_handle_combine(handle.get(), &args, nullptr), {"prepare"}, "the handle is not prepared");
+      expect_status(NVTE_EP_STATUS_BAD_STATE, nvte_ep_handle_combine(handle.get(), &args, nullptr),
+                    {"prepare"}, "the handle is not prepared");
       m.expect_works();
     }
   });
@@ -408,7 +434,8 @@ TEST_P(Failures, DifferentCallSequencesAreRefusedOnEveryRankAndTheGroupLives) {
         if (mine.run == theirs.run) {
           expect_status(NVTE_EP_STATUS_OK, status, {}, mine.name);
         } else {
-          expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, status, {"rank 0", "rank 1"}, std::string(mine.name) + " against " + theirs.name);
+          expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, status, {"rank 0", "rank 1"},
+                        std::string(mine.name) + " against " + theirs.name);
         }
       }
     }
@@ -421,7 +448,8 @@ TEST_P(Failures, HandlesMadeInAnotherOrderAreNoticed) {
     Member m(GetParam(), rank, kPatience);
     const Handle first = make_handle(m.group, handle_config(1, 16));
     const Handle second = make_handle(m.group, handle_config(1, 16));
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, prepare(rank.rank == 0 ? first : second, &m.idx), {"handle"}, "two handles in one call");
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, prepare(rank.rank == 0 ? first : second, &m.idx),
+                  {"handle"}, "two handles in one call");
     require(prepare(first, &m.idx));
     require(prepare(second, &m.idx));
     m.expect_works();
@@ -434,11 +462,14 @@ TEST_P(Failures, CombineDtypesMustAgree) {
     Member m(GetParam(), rank, kPatience);
     require(m.prepare());
     const Type type = rank.rank == 0 ? Type::kFloat32 : Type::kFloat16;
-    Array out(m.memory, type, {16 * kTokens, kHidden}, encode(type, std::vector<float>(16 * kTokens * kHidden, 1.0f))), result(m.memory, type, {kTokens, kHidden});
+    Array out(m.memory, type, {16 * kTokens, kHidden},
+              encode(type, std::vector<float>(16 * kTokens * kHidden, 1.0f))),
+        result(m.memory, type, {kTokens, kHidden});
     nvte_ep_combine_args_t args = NVTE_EP_COMBINE_ARGS_INIT;
     args.expert_out = out.tensor();
     args.result = result.tensor();
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_combine(m.handle.get(), &args, nullptr), {"dtype"});
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_combine(m.handle.get(), &args, nullptr),
+                  {"dtype"});
     m.expect_works();
   });
 }
@@ -492,11 +523,15 @@ TEST_P(Failures, HandlesInterleaveWithTheirOwnBatches) {
     Member m(GetParam(), rank, kPatience);
     const Handle other = make_handle(m.group, handle_config(1, 16));
     for (int64_t tokens : {4, 0, 3, 1, 4}) {
-      Array idx(m.memory, Type::kInt32, {tokens, 1}, bytes_of(std::vector<int32_t>(static_cast<size_t>(tokens), 1 - rank.rank)));
+      Array idx(m.memory, Type::kInt32, {tokens, 1},
+                bytes_of(std::vector<int32_t>(static_cast<size_t>(tokens), 1 - rank.rank)));
       require(m.prepare());
       require(prepare(other, &idx));
-      Array x(m.memory, Type::kFloat32, {tokens, kHidden}, encode(Type::kFloat32, std::vector<float>(static_cast<size_t>(tokens * kHidden), static_cast<float>(tokens))));
-      Array slots(m.memory, Type::kFloat32, {16 * kTokens, kHidden}), back(m.memory, Type::kFloat32, {tokens, kHidden});
+      Array x(m.memory, Type::kFloat32, {tokens, kHidden},
+              encode(Type::kFloat32,
+                     std::vector<float>(static_cast<size_t>(tokens * kHidden), static_cast<float>(tokens))));
+      Array slots(m.memory, Type::kFloat32, {16 * kTokens, kHidden}),
+          back(m.memory, Type::kFloat32, {tokens, kHidden});
       nvte_ep_dispatch_args_t args = NVTE_EP_DISPATCH_ARGS_INIT;
       args.tokens = x.tensor();
       args.receive = NVTE_EP_RECEIVE_DECODED;
@@ -523,7 +558,8 @@ TEST_P(Failures, PollErrorTellsOneFindingAtATimeAndSumsUp) {
     const Group group = make_group(rank, config);
     const Handle first = make_handle(group, handle_config(2, 16));
     Handle second = make_handle(group, handle_config(2, 16));
-    Array idx(*GetParam().memory, Type::kInt64, {3, 2}, bytes_of(std::vector<int64_t>{0, 0, 1, 7, 1, -1}));  // a duplicate, a bad one, an overflow
+    Array idx(*GetParam().memory, Type::kInt64, {3, 2},
+              bytes_of(std::vector<int64_t>{0, 0, 1, 7, 1, -1}));  // a duplicate, a bad one, an overflow
     EXPECT_EQ(poll(group).status, NVTE_EP_STATUS_OK);
     require(prepare(first, &idx));
     require(prepare(second, &idx));
@@ -557,7 +593,8 @@ TEST_P(Failures, PollErrorNeverWaitsAndMayComeFromAnyThread) {
         std::this_thread::yield();
       }
     });
-    if (rank.rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // the other rank waits meanwhile
+    if (rank.rank == 1)
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));  // the other rank waits meanwhile
     for (int round = 0; round < 30; ++round) m.expect_works();
     done = true;
     poller.join();
@@ -596,10 +633,12 @@ TEST_P(Failures, ManyThreadsAbortAtOnce) {
 
 TEST(Memory, AnImpossibleCapacityIsOutOfMemoryAndTheGroupLives) {
   run_ranks(1, [](Rank& rank) {
-    const Group group = make_group(rank, group_config(1, 4096, 4, (int64_t{1} << 40) - 1));  // 2^53 bytes of slots
+    const Group group =
+        make_group(rank, group_config(1, 4096, 4, (int64_t{1} << 40) - 1));  // 2^53 bytes of slots
     const nvte_ep_handle_config_t config = handle_config(1, 1, NVTE_EP_FORMAT_NVFP4, NVTE_EP_FORMAT_NVFP4);
     nvte_ep_handle_t handle = nullptr;
-    expect_status(NVTE_EP_STATUS_OUT_OF_MEMORY, nvte_ep_handle_create(group.get(), &config, &handle), {"nvte_ep_handle_create", "memory"});
+    expect_status(NVTE_EP_STATUS_OUT_OF_MEMORY, nvte_ep_handle_create(group.get(), &config, &handle),
+                  {"nvte_ep_handle_create", "memory"});
     EXPECT_EQ(handle, nullptr);
     void* pointer = nullptr;
     require(nvte_ep_mem_alloc(group.get(), 4096, &pointer));
@@ -612,7 +651,8 @@ TEST(Memory, AnImpossibleCapacityIsOutOfMemoryAndTheGroupLives) {
 
 TEST(Memory, TheLargestSettingsHaveASize) {
   run_ranks(1, [](Rank& rank) {
-    nvte_ep_group_config_t config = group_config(1, int64_t{1} << 31, (int64_t{1} << 31) - 1, (int64_t{1} << 60) / (int64_t{1} << 33));
+    nvte_ep_group_config_t config =
+        group_config(1, int64_t{1} << 31, (int64_t{1} << 31) - 1, (int64_t{1} << 60) / (int64_t{1} << 33));
     config.max_top_k = std::numeric_limits<int32_t>::max();
     nvte_ep_memory_info_t info = NVTE_EP_MEMORY_INFO_INIT;
     const nvte_ep_status_t status = nvte_ep_group_memory(rank.comm, &config, &info);
@@ -650,7 +690,8 @@ TEST(Memory, IndicesThatDoNotFitAreOutOfMemory) {
     nvte_ep_handle_t handle = nullptr;
     for (int32_t top_k : {1 << 16, 1 << 20}) {
       const nvte_ep_handle_config_t settings = handle_config(top_k, 1);
-      expect_status(NVTE_EP_STATUS_OUT_OF_MEMORY, nvte_ep_handle_create(group.get(), &settings, &handle), {"nvte_ep_handle_create", "memory"});
+      expect_status(NVTE_EP_STATUS_OUT_OF_MEMORY, nvte_ep_handle_create(group.get(), &settings, &handle),
+                    {"nvte_ep_handle_create", "memory"});
     }
   });
 }
@@ -665,9 +706,11 @@ TEST(Memory, ARankThatRunsOutInAStepTellsItsPeers) {
     const Handle handle = make_handle(group, handle_config(experts, 1 << 30));
     std::vector<int32_t> every(static_cast<size_t>(experts));
     for (int e = 0; e < experts; ++e) every[static_cast<size_t>(e)] = e;  // all of rank 0
-    Array idx(host_memory(), Type::kInt32, {rank.rank == 0 ? 1 : 0, experts}, rank.rank == 0 ? bytes_of(every) : Bytes());
+    Array idx(host_memory(), Type::kInt32, {rank.rank == 0 ? 1 : 0, experts},
+              rank.rank == 0 ? bytes_of(every) : Bytes());
     const auto start = Clock::now();
-    expect_status(NVTE_EP_STATUS_OUT_OF_MEMORY, prepare(handle, &idx), {"nvte_ep_handle_prepare", "memory"}, "on every rank");
+    expect_status(NVTE_EP_STATUS_OUT_OF_MEMORY, prepare(handle, &idx), {"nvte_ep_handle_prepare", "memory"},
+                  "on every rank");
     EXPECT_LT(Clock::now() - start, std::chrono::seconds(20));
     // The group lives: a step that fits works.
     const Handle modest = make_handle(group, handle_config(experts, 1));

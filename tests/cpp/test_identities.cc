@@ -28,20 +28,25 @@ std::vector<Setting> settings() {
   }
   return all;
 }
-INSTANTIATE_TEST_SUITE_P(Table, Identities, ::testing::Combine(::testing::ValuesIn(venues()), ::testing::ValuesIn(settings())),
+INSTANTIATE_TEST_SUITE_P(Table, Identities,
+                         ::testing::Combine(::testing::ValuesIn(venues()), ::testing::ValuesIn(settings())),
                          [](const ::testing::TestParamInfo<Row>& info) {
                            const Setting& s = std::get<1>(info.param);
-                           return std::get<0>(info.param).name + "_ranks" + std::to_string(s.ranks) + "_" + format_name(s.format) +
-                                  (s.stochastic ? "_stochastic" : "");
+                           return std::get<0>(info.param).name + "_ranks" + std::to_string(s.ranks) + "_" +
+                                  format_name(s.format) + (s.stochastic ? "_stochastic" : "");
                          });
 
 // One rank with two handles over the same routing: one that sends in the format, one in BF16.
 class TwoHandles {
  public:
   TwoHandles(const Venue& venue, const Setting& setting, const Rank& rank)
-      : memory_(*venue.memory), setting_(setting), rank_(rank), slots_(int64_t{kMaxTokens} * setting.ranks * kTopK + kExpertsPerRank * 32) {
+      : memory_(*venue.memory),
+        setting_(setting),
+        rank_(rank),
+        slots_(int64_t{kMaxTokens} * setting.ranks * kTopK + kExpertsPerRank * 32) {
     slots_ = (slots_ + 31) / 32 * 32;
     nvte_ep_group_config_t config = group_config(kExpertsPerRank * rank.size, kHidden, kMaxTokens, slots_);
+    config.max_top_k = kTopK;
     config.transport = venue.transport;
     config.device_type = venue.memory->device_type;
     group_ = make_group(rank, config);
@@ -66,9 +71,11 @@ class TwoHandles {
 
   void check() {
     const Bytes tokens = encode(Type::kBFloat16, in_.x), grads = encode(Type::kBFloat16, in_.grad);
-    expect_bytes("dispatch is BF16 dispatch of unpack(pack(tokens))", exchange(plain_, false, through_codec(tokens), false),
+    expect_bytes("dispatch is BF16 dispatch of unpack(pack(tokens))",
+                 exchange(plain_, false, through_codec(tokens), false),
                  exchange(scaled_, false, tokens, setting_.stochastic), 2, kHidden);
-    expect_bytes("combine_backward is BF16 combine_backward of unpack(pack(grad))", exchange(plain_, true, through_codec(grads), false),
+    expect_bytes("combine_backward is BF16 combine_backward of unpack(pack(grad))",
+                 exchange(plain_, true, through_codec(grads), false),
                  exchange(scaled_, true, grads, setting_.stochastic), 2, kHidden);
     check_operand(tokens, false);
     check_operand(grads, true);
@@ -83,7 +90,9 @@ class TwoHandles {
     options.rounding = setting_.stochastic ? NVTE_EP_ROUNDING_STOCHASTIC : NVTE_EP_ROUNDING_NEAREST;
     options.rng_state = rng.tensor();
     options.row_id_base = rank_.rank * kMaxTokens;
-    return unpack(setting_.format, pack(setting_.format, Type::kBFloat16, decode(Type::kBFloat16, x), kHidden, &options), kHidden, Type::kBFloat16);
+    return unpack(setting_.format,
+                  pack(setting_.format, Type::kBFloat16, decode(Type::kBFloat16, x), kHidden, &options),
+                  kHidden, Type::kBFloat16);
   }
   nvte_ep_dispatch_args_t send_args(Array* tokens, bool stochastic) {
     nvte_ep_dispatch_args_t args = NVTE_EP_DISPATCH_ARGS_INIT;
@@ -95,10 +104,12 @@ class TwoHandles {
   static void call(const Handle& handle, bool backward, const nvte_ep_dispatch_args_t& args) {
     nvte_ep_combine_backward_args_t backward_args = NVTE_EP_COMBINE_BACKWARD_ARGS_INIT;
     backward_args.send = &args;
-    require(backward ? nvte_ep_handle_combine_backward(handle.get(), &backward_args, nullptr) : nvte_ep_handle_dispatch(handle.get(), &args, nullptr));
+    require(backward ? nvte_ep_handle_combine_backward(handle.get(), &backward_args, nullptr)
+                     : nvte_ep_handle_dispatch(handle.get(), &args, nullptr));
   }
   Bytes exchange(const Handle& handle, bool backward, const Bytes& tokens, bool stochastic) {
-    Array in(memory_, Type::kBFloat16, {in_.tokens, kHidden}, tokens), received(memory_, Type::kBFloat16, {slots_, kHidden});
+    Array in(memory_, Type::kBFloat16, {in_.tokens, kHidden}, tokens),
+        received(memory_, Type::kBFloat16, {slots_, kHidden});
     nvte_ep_dispatch_args_t args = send_args(&in, stochastic);
     args.receive = NVTE_EP_RECEIVE_DECODED;
     args.received = received.tensor();
@@ -121,7 +132,8 @@ class TwoHandles {
     config.columnwise = 1;
     nvte_ep_operand_layout_t layout = NVTE_EP_OPERAND_LAYOUT_INIT;
     require(nvte_ep_operand_layout(&config, &layout));
-    Array direct(memory_, Type::kUInt8, {layout.total_bytes}), received(memory_, Type::kUInt8, {layout.total_bytes});
+    Array direct(memory_, Type::kUInt8, {layout.total_bytes}),
+        received(memory_, Type::kUInt8, {layout.total_bytes});
     nvte_ep_operand_t operand = NVTE_EP_OPERAND_INIT;
     require(nvte_ep_operand_bind(&config, received.tensor(), &operand));
     args.receive = NVTE_EP_RECEIVE_OPERAND;
@@ -133,23 +145,28 @@ class TwoHandles {
     options.rng_state = rng_.tensor();
     options.rank = rank_.rank;
     require(nvte_ep_operand_bind(&config, direct.tensor(), &operand));
-    require(codec_of(setting_.format).direct_receive(rows.tensor(), counts_.tensor(), &operand, &options, nullptr));
+    require(codec_of(setting_.format)
+                .direct_receive(rows.tensor(), counts_.tensor(), &operand, &options, nullptr));
     expect_bytes("the operand is direct_receive of the rows", direct.get(), received.get(), 1, 0);
   }
 
   // Experts that give back what they got.
   void check_sum(const Bytes& received, const Bytes& tokens) {
-    Array out(memory_, Type::kBFloat16, {slots_, kHidden}, received), result(memory_, Type::kBFloat16, {in_.tokens, kHidden});
+    Array out(memory_, Type::kBFloat16, {slots_, kHidden}, received),
+        result(memory_, Type::kBFloat16, {in_.tokens, kHidden});
     nvte_ep_combine_args_t args = NVTE_EP_COMBINE_ARGS_INIT;
     args.expert_out = out.tensor();
     args.result = result.tensor();
     require(nvte_ep_handle_combine(plain_.get(), &args, nullptr));
     const std::vector<float> x = decode(Type::kBFloat16, tokens), y = decode(Type::kBFloat16, result.get());
     for (int64_t t = 0; t < in_.tokens; ++t) {
-      const int64_t copies = std::count_if(in_.experts.begin() + t * kTopK, in_.experts.begin() + (t + 1) * kTopK, [](int64_t e) { return e >= 0; });
+      const int64_t copies =
+          std::count_if(in_.experts.begin() + t * kTopK, in_.experts.begin() + (t + 1) * kTopK,
+                        [](int64_t e) { return e >= 0; });
       for (int64_t h = t * kHidden; h < (t + 1) * kHidden; ++h) {
         const double sum = static_cast<double>(copies) * x[static_cast<size_t>(h)];
-        ASSERT_LE(std::fabs(y[static_cast<size_t>(h)] - sum), std::fabs(sum) * 0x1p-8) << "token " << t << " channel " << h % kHidden;
+        ASSERT_LE(std::fabs(y[static_cast<size_t>(h)] - sum), std::fabs(sum) * 0x1p-8)
+            << "token " << t << " channel " << h % kHidden;
       }
     }
   }

@@ -16,9 +16,21 @@ namespace {
 
 constexpr int kMinMajor = 9;  // what the kernels are compiled for: sm_90 and later
 
+// In words that tell a user what is missing; clears the error, which is not the caller's.
+std::string no_cuda_reason(cudaError_t error) {
+  (void)cudaGetLastError();
+  int driver = 0;
+  (void)cudaDriverGetVersion(&driver);
+  return driver == 0 ? "this machine has no CUDA driver" : cudaGetErrorString(error);
+}
+
 Status describe_device(int device, LaunchContext* context) {
   int count = 0;
-  NVTE_EP_TRY(cuda_status(cudaGetDeviceCount(&count), "cudaGetDeviceCount"));
+  const cudaError_t found = cudaGetDeviceCount(&count);
+  if (found == cudaErrorInsufficientDriver || found == cudaErrorNoDevice) {
+    return unsupported("CUDA device ", device, ": ", no_cuda_reason(found));
+  }
+  NVTE_EP_TRY(cuda_status(found, "cudaGetDeviceCount"));
   if (device < 0 || device >= count || device >= kMaxDevices) {
     return invalid_argument("device_id: expected 0 to ", std::min(count, kMaxDevices) - 1, ", got ", device);
   }
@@ -241,8 +253,7 @@ Availability probe_cuda() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess) {
-    (void)cudaGetLastError();  // the probe's failure is not the caller's
-    return {"cuda", false, cudaGetErrorString(error)};
+    return {"cuda", false, no_cuda_reason(error)};
   }
   std::string reason = "no CUDA device";
   for (int device = 0; device < count; ++device) {

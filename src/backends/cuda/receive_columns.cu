@@ -20,16 +20,16 @@ using namespace nvte_ep::device;  // NOLINT
 constexpr int kThreads = 256;
 constexpr int kBand = 128;
 
-// What a stage of shared memory holds of 256 columns: codes, scales. 16 bytes lie between every 16 rows, so that the threads
-// that read the same columns of different token blocks meet no bank conflicts.
+// What a stage of shared memory holds of 256 columns: codes, scales. 16 bytes lie between rows, and 16 more between every 16
+// rows, so that threads that read the same columns of different tokens or token blocks meet few bank conflicts.
 template <typename Format>
 struct Stage {
   static constexpr int kRowBytes = kTileColumns * Format::kPayloadBits / 8;
   static constexpr int kRowChunks = kRowBytes / 16;
-  static constexpr int kCodesBytes = kBand * kRowBytes + kBand / 16 * 16;
+  static constexpr int kCodesBytes = kBand * (kRowBytes + 16) + kBand / 16 * 16;
   static constexpr int kScaleColumns = kTileColumns / Format::kBlock;  // 16 or 8
   static constexpr int kBytes = kCodesBytes + kBand * kScaleColumns;
-  static __device__ __forceinline__ int row_place(int row) { return row * kRowBytes + row / 16 * 16; }
+  static __device__ __forceinline__ int row_place(int row) { return row * (kRowBytes + 16) + row / 16 * 16; }
 };
 
 struct Band {
@@ -41,7 +41,8 @@ struct Band {
 };
 
 template <typename Format>
-__device__ __forceinline__ void fetch(const ReceiveArguments& a, const Band& b, int64_t column, uint8_t* stage) {
+__device__ __forceinline__ void fetch(const ReceiveArguments& a, const Band& b, int64_t column,
+                                      uint8_t* stage) {
   if (column < a.hidden) {
 #pragma unroll
     for (int i = 0; i < kBand * Stage<Format>::kRowChunks / kThreads; ++i) {
@@ -49,8 +50,9 @@ __device__ __forceinline__ void fetch(const ReceiveArguments& a, const Band& b, 
       const int row = index / Stage<Format>::kRowChunks;
       const int64_t at = column * Format::kPayloadBits / 8 + index % Stage<Format>::kRowChunks * 16;
       if (row < b.rows && at < a.layout.payload_bytes) {
-        copy_async16(stage + Stage<Format>::row_place(row) + index % Stage<Format>::kRowChunks * 16,
-                     b.from + row * a.row_stride + at);
+        copy_async16(
+            shared_address(stage + Stage<Format>::row_place(row) + index % Stage<Format>::kRowChunks * 16),
+            b.from + row * a.row_stride + at);
       }
     }
     // Scales of 256 columns: 16 or 8 bytes of a row. A row of MXFP8 scales is not always aligned to 16 there.
@@ -59,7 +61,7 @@ __device__ __forceinline__ void fetch(const ReceiveArguments& a, const Band& b, 
     if (threadIdx.x < kBand && row < b.rows) {
       uint8_t* to = stage + Stage<Format>::kCodesBytes + row * Stage<Format>::kScaleColumns;
       if constexpr (Stage<Format>::kScaleColumns == 16) {
-        copy_async16(to, b.from + row * a.row_stride + at);
+        copy_async16(shared_address(to), b.from + row * a.row_stride + at);
       } else {
         *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(b.from + row * a.row_stride + at);
       }
@@ -101,7 +103,8 @@ __device__ __forceinline__ void store_rowwise(const ReceiveArguments& a, const B
     if (row >= b.rows) continue;
     const uint32_t mask = left >= 4 ? 0xFFFFFFFFu : (1u << (8 * left)) - 1u;
     word[q] = *reinterpret_cast<const uint32_t*>(stage + Stage<Format>::kCodesBytes +
-                                                 row * Stage<Format>::kScaleColumns + threadIdx.x / 32 * 4) & mask;
+                                                 row * Stage<Format>::kScaleColumns + threadIdx.x / 32 * 4) &
+              mask;
     if constexpr (std::is_same_v<Format, Nvfp4>) {
       word[q] = RowRescale(a.token_scale(b.first_row + row), exponent)(word[q], misfit) & mask;
     }
@@ -132,29 +135,282 @@ __device__ __forceinline__ bool find_band(const ReceiveArguments& a, int64_t til
 
 // ---- NVFP4 -----------------------------------------------------------------------------------------------------------------
 
-// Units of the 16 column blocks by 128 rows, in the order and with the gaps of the rows.
-constexpr int kUnitStride = kBand + kBand / 16 * 4;
+// Units of the 16 column blocks by 128 rows, with gaps against bank conflicts.
+constexpr int kUnitStride = kBand + kBand / 16 * 4 + 8;
 constexpr int kUnitsBytes = kTileColumns / Nvfp4::kBlock * kUnitStride * 4;
-constexpr int kColumnScalesBytes = kTileColumns * (kBand / Nvfp4::kBlock);
+constexpr int kTokenBlocks = kBand / Nvfp4::kBlock;
+constexpr int kColumnScalesBytes = kTileColumns * kTokenBlocks;
+constexpr int kColumnCodesBytes = kTileColumns * kTokenBlocks * 8;
+constexpr uint32_t kNanCodes = 0x77777777u;
+constexpr uint8_t kNanScale = 0x7F;
+
+// What the columns of a stage become, in shared memory until whole lines can be written.
+struct ColumnTile {
+  uint8_t* codes;   // 8 bytes a column and token block
+  uint8_t* scales;  // [column][token block]
+
+  // Token blocks of a column are in an order that differs from 16 columns to the next, against bank conflicts.
+  __device__ __forceinline__ uint8_t* codes_at(int column, int block) const {
+    return codes + column * (kTokenBlocks * 8) + ((block ^ (column / 16 % 8)) * 8);
+  }
+  __device__ __forceinline__ uint8_t* scale_at(int column, int block) const {
+    return scales + column * kTokenBlocks + block;
+  }
+};
+
+struct ColumnScaling {
+  int k;  // the expert's columnwise exponent
+  bool illegal;
+  bool round_up;
+  uint64_t seed, offset;  // of stochastic rounding
+  uint64_t stream;        // rank << 54
+};
+
+// Four columns of a token block, by the butterflies of the definition: column 8 * word + 2 * i + odd, i < 4.
+template <bool kStochastic>
+__device__ __forceinline__ void transform_columns(const uint8_t* stage, const float* units, int block,
+                                                  int word, int odd, int64_t first_column,
+                                                  int64_t token_block, const ColumnScaling& c,
+                                                  const ColumnTile& out) {
+  const SecondLevel second(c.k, c.round_up);
+#pragma unroll 1
+  for (int byte = 0; byte < 4; ++byte) {
+    const int column = word * 8 + byte * 2 + odd;
+    float value[16], unit[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const uint32_t codes = stage[Stage<Nvfp4>::row_place(block * 16 + i) + word * 4 + byte];
+      value[i] = fast_e4m3_to_float(e2m1_low_to_e4m3(codes >> (4 * odd)));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 u = *reinterpret_cast<const float4*>(units + word / 2 * kUnitStride + block * 20 + i * 4);
+      unit[4 * i] = u.x;
+      unit[4 * i + 1] = u.y;
+      unit[4 * i + 2] = u.z;
+      unit[4 * i + 3] = u.w;
+    }
+    const Block16<Bf16Token> y = hadamard16_of_products(value, unit);
+    const uint32_t largest = y.largest();
+    uint2 codes = make_uint2(kNanCodes, kNanCodes);
+    uint32_t scale = kNanScale;
+    if (!c.illegal && largest <= 0x7F800000u) {
+      Philox4 random;
+      if constexpr (kStochastic) {
+        random = random_block(c.seed, c.offset, RandomStream::kColumn,
+                              c.stream | (static_cast<uint64_t>(first_column + column) << 32) |
+                                  static_cast<uint64_t>(token_block));
+      }
+      codes = encode_nvfp4_block<Bf16Token, kStochastic>(y, bits_float(largest), true, second, random.word,
+                                                         &scale);
+    }
+    *reinterpret_cast<uint2*>(out.codes_at(column, block)) = codes;
+    *out.scale_at(column, block) = static_cast<uint8_t>(scale);
+  }
+}
+
+// A warp's 16 tokens by 128 columns on the tensor cores. False, and nothing done, where a sum might not be exact: then the
+// butterflies have to do it.
+//
+// Lane 4g + t has columns 16g to 16g + 15 of the tokens 2t, 2t + 1, 2t + 8, 2t + 9, and of the results outputs 4t to 4t + 3.
+// Values are scaled so that the largest unit of the 16 columns is 2^0 to 2^1: powers of two change no rounding, and BF16's
+// exponents suffice.
+__device__ __forceinline__ bool transform_on_tensor_cores(const uint8_t* stage, const float* units,
+                                                          const HadamardSigns& signs, int block, int half,
+                                                          bool columns_exist, const ColumnScaling& c,
+                                                          const ColumnTile& out) {
+  constexpr int kMaxSpan = 10;  // of the units' exponents; 16 terms of 8 bits, 4 bits of sum, 2 to spare: 24
+  const int t = lane_id() % 4;
+  const int column_block = half * 8 + lane_id() / 4;
+  const auto token = [t](int i) { return 2 * t + i % 2 + i / 2 * 8; };
+  uint32_t unit[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    unit[i] = columns_exist ? float_bits(units[column_block * kUnitStride + block * 20 + token(i)]) : 0u;
+  }
+  uint32_t most = max(max(unit[0], unit[1]), max(unit[2], unit[3]));
+  uint32_t least = min(min(unit[0] - 1, unit[1] - 1), min(unit[2] - 1, unit[3] - 1));  // zeros do not count
+#pragma unroll
+  for (int d = 1; d < 4; d *= 2) {
+    most = max(most, __shfl_xor_sync(kAllLanes, most, d));
+    least = min(least, __shfl_xor_sync(kAllLanes, least, d));
+  }
+  const int exponent = static_cast<int>(most >> 23);
+  const bool exact = most < 0x7F800000u && exponent - static_cast<int>(least >> 23) <= kMaxSpan;
+  if (!__all_sync(kAllLanes, exact)) return false;
+
+  uint32_t unit_pair[2];
+  {
+    const auto scaled = [&](uint32_t u) {
+      return u == 0 ? 0u : u + (static_cast<uint32_t>(253 - exponent) << 23);
+    };
+    unit_pair[0] = pick_bytes(scaled(unit[0]), scaled(unit[1]), 0x7632);
+    unit_pair[1] = pick_bytes(scaled(unit[2]), scaled(unit[3]), 0x7632);
+  }
+  // A result is y * 2^shift: units hold 16 times the row's scale, that is 64 times the quarter of it.
+  const int shift = exponent - 127 - 6;
+  const SecondLevel second(max(-60, min(60, c.k - shift)),
+                           c.round_up);  // beyond, every block scale is 448 or 0
+#pragma unroll 1
+  for (int group = 0; group < 2; ++group) {
+    uint32_t codes[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint8_t* at =
+          stage + Stage<Nvfp4>::row_place(block * 16 + token(i)) + column_block * 8 + group * 4;
+      codes[i] = columns_exist ? *reinterpret_cast<const uint32_t*>(at) : 0u;
+    }
+    uint32_t
+        y[4][4];  // of each pair of columns: outputs 4t, 4t + 1 and 4t + 2, 4t + 3 of one, then of the other
+    uint32_t largest[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t pick = 0x4000u + 0x1010u * static_cast<uint32_t>(j);
+      const uint32_t w[2] = {pick_bytes(codes[0], codes[1], pick), pick_bytes(codes[2], codes[3], pick)};
+      const auto times_unit = [&](uint32_t tiny, int pair) {
+        return bits_of(__hmul2(bf162_of(tiny), bf162_of(unit_pair[pair])));
+      };
+      const uint32_t a[4] = {times_unit(tiny_of_low(w[0]), 0), times_unit(tiny_of_high(w[0]), 0),
+                             times_unit(tiny_of_low(w[1]), 1), times_unit(tiny_of_high(w[1]), 1)};
+      const float4 d0 = multiply_tile(a, signs.tile[0]);
+      const float4 d1 = multiply_tile(a, signs.tile[1]);
+      y[j][0] = bits_of(__floats2bfloat162_rn(d0.x, d0.y));
+      y[j][1] = bits_of(__floats2bfloat162_rn(d1.x, d1.y));
+      y[j][2] = bits_of(__floats2bfloat162_rn(d0.z, d0.w));
+      y[j][3] = bits_of(__floats2bfloat162_rn(d1.z, d1.w));
+      const uint32_t first = Bf16Token::max_dropping_nan(y[j][0], y[j][1]);
+      const uint32_t next = Bf16Token::max_dropping_nan(y[j][2], y[j][3]);
+      largest[j] =
+          Bf16Token::max_dropping_nan(pick_bytes(first, next, 0x5410), pick_bytes(first, next, 0x7632));
+    }
+    // Lane t keeps the pair j = t, the other three give theirs to it.
+    uint32_t mine;
+    {
+      const bool upper = (t & 2) != 0, odd = (t & 1) != 0;
+      const auto exchange = [](uint32_t keep, uint32_t give, int d) {
+        return Bf16Token::max_dropping_nan(keep, __shfl_xor_sync(kAllLanes, give, d));
+      };
+      const uint32_t k0 = exchange(upper ? largest[2] : largest[0], upper ? largest[0] : largest[2], 2);
+      const uint32_t k1 = exchange(upper ? largest[3] : largest[1], upper ? largest[1] : largest[3], 2);
+      mine = exchange(odd ? k1 : k0, odd ? k0 : k1, 1) & 0x7FFF7FFFu;
+    }
+    const float amax[2] = {Bf16Token::lo(mine), Bf16Token::hi(mine)};
+    const uint32_t b[2] = {second.block_scale(amax[0]), second.block_scale(amax[1])};
+    const float multiplier[2] = {second.multiplier(b[0]), second.multiplier(b[1])};
+    const int first_column = column_block * 16 + group * 8;
+    *out.scale_at(first_column + 2 * t, block) = static_cast<uint8_t>(b[0]);
+    *out.scale_at(first_column + 2 * t + 1, block) = static_cast<uint8_t>(b[1]);
+    const bool plain = mul_rn(amax[0], multiplier[0]) < 7.0f && mul_rn(amax[1], multiplier[1]) < 7.0f;
+    if (__all_sync(kAllLanes, plain)) {
+      const float scaled[2] = {bf16_multiplier(multiplier[0], b[0]), bf16_multiplier(multiplier[1], b[1])};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int from = (lane_id() & ~3) | j;
+        const float m0 = __shfl_sync(kAllLanes, scaled[0], from),
+                    m1 = __shfl_sync(kAllLanes, scaled[1], from);
+        const uint32_t word =
+            nibbles_of_rounded(round_products(Bf16Token::lo(y[j][0]), Bf16Token::lo(y[j][1]), m0),
+                               round_products(Bf16Token::lo(y[j][2]), Bf16Token::lo(y[j][3]), m1),
+                               round_products(Bf16Token::hi(y[j][0]), Bf16Token::hi(y[j][1]), m0),
+                               round_products(Bf16Token::hi(y[j][2]), Bf16Token::hi(y[j][3]), m1));
+        uint8_t* to = out.codes_at(first_column + 2 * j, block) + 2 * t;
+        *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(word);
+        *reinterpret_cast<uint16_t*>(to + kTokenBlocks * 8) = static_cast<uint16_t>(word >> 16);
+      }
+    } else {  // a block scale of 0, or cut off at 448: codes follow from the numbers as they are
+      const SecondLevel unscaled(c.k, c.round_up);
+      const float up = exp2_int(exponent == 0 ? -126 : exponent - 127);
+      const float exact_multiplier[2] = {unscaled.multiplier(b[0]), unscaled.multiplier(b[1])};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int from = (lane_id() & ~3) | j;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float m = __shfl_sync(kAllLanes, exact_multiplier[i], from);
+          const float x[4] = {Bf16Token::lo(y[j][2 * i]), Bf16Token::hi(y[j][2 * i]),
+                              Bf16Token::lo(y[j][2 * i + 1]), Bf16Token::hi(y[j][2 * i + 1])};
+          float v[4];
+#pragma unroll
+          for (int n = 0; n < 4; ++n) v[n] = mul_rn(mul_rn(x[n], up), 0.015625f);
+          *reinterpret_cast<uint16_t*>(out.codes_at(first_column + 2 * j + i, block) + 2 * t) =
+              static_cast<uint16_t>(encode_e2m1_any<4>(v, m, nullptr));
+        }
+      }
+    }
+  }
+  return true;
+}
+
+// Codes and scales of a stage's columns to the operand.
+__device__ __forceinline__ void store_columnwise(const ReceiveArguments& a, const Band& b, int64_t column,
+                                                 const ColumnTile& tile) {
+  const int blocks = b.rows / Nvfp4::kBlock;
+  const int64_t slab_blocks = b.slab.rows / Nvfp4::kBlock;
+  if (a.columnwise_payload != nullptr) {
+    const bool aligned = b.slab.rows % 32 == 0;
+    uint8_t* base = a.columnwise_payload + b.slab.first_row * a.hidden / 2 + b.band * (kBand / 2);
+#pragma unroll
+    for (int i = 0; i < kTileColumns * kTokenBlocks / 2 / kThreads; ++i) {
+      const int index = i * kThreads + static_cast<int>(threadIdx.x);
+      const int j = index / (kTokenBlocks / 2);
+      const int block = index % (kTokenBlocks / 2) * 2;
+      if (column + j >= a.hidden || block >= blocks) continue;
+      uint8_t* to = base + (column + j) * (b.slab.rows / 2) + block * 8;
+      const uint2 first = *reinterpret_cast<const uint2*>(tile.codes_at(j, block));
+      const uint2 next = *reinterpret_cast<const uint2*>(tile.codes_at(j, block + 1));
+      if (aligned && block + 1 < blocks) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(first.x, first.y, next.x, next.y);
+      } else {
+        *reinterpret_cast<uint2*>(to) = first;
+        if (block + 1 < blocks) *reinterpret_cast<uint2*>(to + 8) = next;
+      }
+    }
+  }
+  if (a.columnwise_scales == nullptr) return;
+  if (a.linear) {
+    const int64_t h = column + threadIdx.x;
+    if (h >= a.hidden) return;
+    uint8_t* to = a.column_scales<Nvfp4::kBlock>(b.slab) + h * slab_blocks + b.band * kTokenBlocks;
+    for (int i = 0; i < blocks; ++i) to[i] = *tile.scale_at(static_cast<int>(threadIdx.x), i);
+    return;
+  }
+  // 2 x 128 columns, 2 x 4 token blocks: a thread takes 16 bytes of a tile.
+  const int r = static_cast<int>(threadIdx.x) % 32;
+  const int half = static_cast<int>(threadIdx.x) / 32 % 2;
+  const int64_t h_tile = column / kScaleTileRows + threadIdx.x / 64;
+  const int64_t block_tile = b.band * 2 + half;
+  if (threadIdx.x < 128 && h_tile * kScaleTileRows < a.hidden && block_tile * 4 < slab_blocks) {
+    const uint8_t* at = tile.scale_at(static_cast<int>(threadIdx.x) / 64 * 128 + r, half * 4);
+    *reinterpret_cast<uint4*>(a.column_tile<Nvfp4::kBlock>(b.slab, h_tile, block_tile) + r * 16) = make_uint4(
+        *reinterpret_cast<const uint32_t*>(at), *reinterpret_cast<const uint32_t*>(at + 32 * kTokenBlocks),
+        *reinterpret_cast<const uint32_t*>(at + 64 * kTokenBlocks),
+        *reinterpret_cast<const uint32_t*>(at + 96 * kTokenBlocks));
+  }
+}
 
 template <bool kStochastic>
-__global__ void __launch_bounds__(kThreads, 2) receive_tiles_nvfp4(const ReceiveArguments a) {
+__global__ void __launch_bounds__(kThreads, kStochastic ? 2 : 3)
+    receive_tiles_nvfp4(const ReceiveArguments a) {
   extern __shared__ __align__(128) uint8_t shared[];
   using Layout = Stage<Nvfp4>;
   float* units = reinterpret_cast<float*>(shared + 2 * Layout::kBytes);
-  uint8_t* column_scales = shared + 2 * Layout::kBytes + kUnitsBytes;  // [256 columns][8 token blocks]
+  ColumnTile tile;
+  tile.codes = shared + 2 * Layout::kBytes + kUnitsBytes;
+  tile.scales = tile.codes + kColumnCodesBytes;
 
   Band b;
   const int group = static_cast<int>(blockIdx.x % a.column_groups);
   if (!find_band(a, blockIdx.x / a.column_groups, &b)) return;
   const uint8_t exponent = a.scales != nullptr ? *a.group_exponent(b.slab, b.band, group) : 0;
   const uint8_t column_exponent = *a.column_exponent(b.slab, b.band, group);
-  const bool illegal = column_exponent == kIllegalExponent;
-  const SecondLevel second(illegal ? 0 : static_cast<int>(column_exponent) + Nvfp4::kMinExponent, a.options.scale_up);
-  uint64_t seed = 0, offset = 0;
+  ColumnScaling scaling{};
+  scaling.illegal = column_exponent == kIllegalExponent;
+  scaling.k = scaling.illegal ? 0 : static_cast<int>(column_exponent) + Nvfp4::kMinExponent;
+  scaling.round_up = a.options.scale_up;
   if constexpr (kStochastic) {
-    seed = static_cast<uint64_t>(a.options.rng_state[0]);
-    offset = static_cast<uint64_t>(a.options.rng_state[1]);
+    scaling.seed = static_cast<uint64_t>(a.options.rng_state[0]);
+    scaling.offset = static_cast<uint64_t>(a.options.rng_state[1]);
+    scaling.stream = static_cast<uint64_t>(a.options.rank) << 54;
   }
   // A quarter of a row's token scale times 64: what E4M3 codes of E2M1 values times 2^-6 are multiplied by.
   const int my_row = static_cast<int>(threadIdx.x) % kBand;
@@ -165,15 +421,12 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_nvfp4(const Receive
     const bool nan = Nvfp4::classify(token_scale, &k) == Nvfp4::ScaleKind::kNan;
     row_unit = nan ? bits_float(kNanBits) : mul_rn(token_scale, 16.0f);
   }
+  const HadamardSigns signs;
   bool misfit = false;
   __syncthreads();  // the exponents are read: from here on their places are written
 
   const int64_t group_begin = static_cast<int64_t>(group) * kGroupColumns;
   const int64_t group_end = group_begin + kGroupColumns < a.hidden ? group_begin + kGroupColumns : a.hidden;
-  const int64_t token_blocks = b.slab.rows / Nvfp4::kBlock;
-  // A lane has 16 tokens (one of 8 blocks) by 8 columns.
-  const int block = lane_id() % 8;
-  const int word = lane_id() / 8 + warp_id() * 4;
   fetch<Nvfp4>(a, b, group_begin, shared);
   int s = 0;
   for (int64_t column = group_begin; column < group_end; column += kTileColumns, s ^= 1) {
@@ -185,103 +438,51 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_nvfp4(const Receive
     if (my_row < b.rows) {
       const int half = static_cast<int>(threadIdx.x) / kBand * 8;
       const uint2 scales = *reinterpret_cast<const uint2*>(stage + Layout::kCodesBytes + my_row * 16 + half);
+      float* at = units + half * kUnitStride + my_row + my_row / 16 * 4;
 #pragma unroll
       for (int i = 0; i < 8; i += 2) {
         const float2 f = e4m3x2_to_floats(((i < 4 ? scales.x : scales.y) >> (i % 4 * 8)) & 0x7F7Fu);
-        float* at = units + (half + i) * kUnitStride + my_row + my_row / 16 * 4;
-        at[0] = mul_rn(f.x, row_unit);
-        at[kUnitStride] = mul_rn(f.y, row_unit);
+        at[i * kUnitStride] = mul_rn(f.x, row_unit);
+        at[(i + 1) * kUnitStride] = mul_rn(f.y, row_unit);
       }
     }
     store_rowwise<Nvfp4>(a, b, column, stage, exponent, &misfit);
     __syncthreads();
 
-    const int64_t h = column + word * 8;
-    const bool active = block * Nvfp4::kBlock < b.rows && h < a.hidden;
-    uint8_t* my_scales = column_scales + word * 64 + block;  // 8 apart
-    if (active) {
-      uint32_t codes[16];
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        codes[i] = *reinterpret_cast<const uint32_t*>(stage + Layout::row_place(block * 16 + i) + word * 4);
+    if constexpr (kStochastic) {
+      // A lane one of 8 token blocks by 8 columns.
+      const int block = lane_id() % 8;
+      const int word = lane_id() / 8 + warp_id() * 4;
+      if (block * Nvfp4::kBlock < b.rows && column + word * 8 < a.hidden) {
+#pragma unroll 1
+        for (int odd = 0; odd < 2; ++odd) {
+          transform_columns<true>(stage, units, block, word, odd, column, b.first_row / Nvfp4::kBlock + block,
+                                  scaling, tile);
+        }
+      } else {
+        for (int j = 0; j < 8; ++j) *tile.scale_at(word * 8 + j, block) = 0;
       }
-      const int64_t token_block = b.first_row / Nvfp4::kBlock + block;
-      uint8_t* payload = a.columnwise_payload == nullptr
-                             ? nullptr
-                             : a.columnwise_payload + b.slab.first_row * a.hidden / 2 + h * (b.slab.rows / 2) +
-                                   (b.band * kBand / 2) + block * 8;
-      const auto store_column = [&](int j, const float* value) {
-        float unit[16];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float4 u = *reinterpret_cast<const float4*>(units + word / 2 * kUnitStride + block * 20 + i * 4);
-          unit[4 * i] = u.x;
-          unit[4 * i + 1] = u.y;
-          unit[4 * i + 2] = u.z;
-          unit[4 * i + 3] = u.w;
-        }
-        const Block16<Bf16Token> y = hadamard16_of_products(value, unit);
-        const uint32_t largest = y.largest();
-        uint2 out = make_uint2(0x77777777u, 0x77777777u);
-        uint32_t scale = 0x7F;
-        if (!illegal && largest <= 0x7F800000u) {
-          Philox4 random;
-          if constexpr (kStochastic) {
-            random = random_block(seed, offset, RandomStream::kColumn,
-                                  (static_cast<uint64_t>(a.options.rank) << 54) | (static_cast<uint64_t>(h + j) << 32) |
-                                      static_cast<uint64_t>(token_block));
-          }
-          out = encode_nvfp4_block<Bf16Token, kStochastic>(y, bits_float(largest), true, second, random.word, &scale);
-        }
-        if (payload != nullptr) *reinterpret_cast<uint2*>(payload + j * (b.slab.rows / 2)) = out;
-        my_scales[j * 8] = static_cast<uint8_t>(scale);
-      };
-      // Two columns at a time (one, where random numbers need the registers), in a loop: unrolled eightfold it would fit
-      // neither the instruction cache nor the registers.
-      constexpr int kAtOnce = kStochastic ? 1 : 2;
+    } else {
+      // A warp a token block, 128 columns at a time.
+      const int block = warp_id();
 #pragma unroll 1
-      for (int odd = 0; odd < 2; ++odd) {
-        uint32_t e4m3[16];
-#pragma unroll
-        for (int i = 0; i < 16; ++i) e4m3[i] = e2m1_low_to_e4m3(codes[i] >> (4 * odd));
-#pragma unroll 1
-        for (int byte = 0; byte < 4; byte += kAtOnce) {
-          float first[16], next[16];
-#pragma unroll
-          for (int i = 0; i < 16; ++i) {
-            const float2 f = e4m3x2_to_floats(e4m3[i] >> (8 * byte));
-            first[i] = f.x;
-            next[i] = f.y;
-          }
-          store_column(2 * byte + odd, first);
-          if constexpr (kAtOnce == 2) store_column(2 * byte + 2 + odd, next);
+      for (int half = 0; half < 2; ++half) {
+        const bool columns_exist = column + (half * 8 + lane_id() / 4) * Nvfp4::kBlock < a.hidden;
+        const bool tokens_exist = block * Nvfp4::kBlock < b.rows;
+        if (tokens_exist && !scaling.illegal &&
+            transform_on_tensor_cores(stage, units, signs, block, half, columns_exist, scaling, tile)) {
+          continue;
+        }
+        const int word = half * 16 + lane_id() / 2;
+        if (tokens_exist && column + word * 8 < a.hidden) {
+          transform_columns<false>(stage, units, block, word, lane_id() % 2, column, 0, scaling, tile);
+        } else {
+          for (int i = 0; i < 4; ++i) *tile.scale_at(word * 8 + 2 * i + lane_id() % 2, block) = 0;
         }
       }
-    }
-    if (!active) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) my_scales[j * 8] = 0;
-    }
-    if (a.columnwise_scales == nullptr) continue;
-    if (a.linear) {
-      if (!active) continue;
-      uint8_t* to = a.column_scales<Nvfp4::kBlock>(b.slab) + h * token_blocks + b.band * 8 + block;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) to[j * token_blocks] = my_scales[j * 8];
-      continue;
     }
     __syncthreads();
-    // 2 x 128 columns, 2 x 4 token blocks: a thread takes 16 bytes of a tile.
-    const int r = static_cast<int>(threadIdx.x) % 32;
-    const int half = static_cast<int>(threadIdx.x) / 32 % 2;
-    const int64_t h_tile = column / kScaleTileRows + threadIdx.x / 64;
-    const int64_t block_tile = b.band * 2 + half;
-    if (threadIdx.x < 128 && h_tile * kScaleTileRows < a.hidden && block_tile * 4 < token_blocks) {
-      const uint8_t* at = column_scales + (threadIdx.x / 64 * kScaleTileRows + r) * 8 + half * 4;
-      *reinterpret_cast<uint4*>(a.column_tile<Nvfp4::kBlock>(b.slab, h_tile, block_tile) + r * 16) =
-          make_uint4(*reinterpret_cast<const uint32_t*>(at), *reinterpret_cast<const uint32_t*>(at + 32 * 8),
-                     *reinterpret_cast<const uint32_t*>(at + 64 * 8), *reinterpret_cast<const uint32_t*>(at + 96 * 8));
-    }
+    store_columnwise(a, b, column, tile);
   }
   wait_copies<0>();
   if (misfit) report(a.options.findings, NVTE_EP_FINDING_EXPERT_SCALE);
@@ -331,14 +532,16 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_mxfp8(const Receive
       const uint8_t* codes = stage + word * 4;
       const float* factor = factors + word / 8 * kBand + block * Mxfp8::kBlock;
       const auto values = [&](int i, float* x) {
-        const uint32_t c = *reinterpret_cast<const uint32_t*>(codes + Layout::row_place(block * Mxfp8::kBlock + i));
+        const uint32_t c =
+            *reinterpret_cast<const uint32_t*>(codes + Layout::row_place(block * Mxfp8::kBlock + i));
         const float2 lo = e4m3x2_to_floats(c & 0xFFFFu), hi = e4m3x2_to_floats(c >> 16);
         x[0] = mul_rn(lo.x, factor[i]);
         x[1] = mul_rn(lo.y, factor[i]);
         x[2] = mul_rn(hi.x, factor[i]);
         x[3] = mul_rn(hi.y, factor[i]);
       };
-      float amax[4] = {bits_float(kNanBits), bits_float(kNanBits), bits_float(kNanBits), bits_float(kNanBits)};
+      float amax[4] = {bits_float(kNanBits), bits_float(kNanBits), bits_float(kNanBits),
+                       bits_float(kNanBits)};
 #pragma unroll 8
       for (int i = 0; i < Mxfp8::kBlock; ++i) {  // fmaxf drops NaNs
         float x[4];
@@ -365,26 +568,23 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_mxfp8(const Receive
         }
       }
     }
-    if (a.columnwise_scales == nullptr) continue;
-    if (a.linear) {
-      if (active) {
-        *reinterpret_cast<uint32_t*>(a.column_scales<Mxfp8::kBlock>(b.slab) + (b.band * 4 + block) * a.hidden + h) =
-            scale_bytes;
-      }
-      continue;
+    if (a.columnwise_scales != nullptr && a.linear && active) {
+      *reinterpret_cast<uint32_t*>(a.column_scales<Mxfp8::kBlock>(b.slab) + (b.band * 4 + block) * a.hidden +
+                                   h) = scale_bytes;
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       column_scales[(word * 4 + j) * 4 + block] = static_cast<uint8_t>(scale_bytes >> (8 * j));
     }
-    __syncthreads();
+    __syncthreads();  // the stage is read, the scales are written
+    if (a.columnwise_scales == nullptr || a.linear) continue;
     const int r = static_cast<int>(threadIdx.x) % 32;
     const int64_t h_tile = column / kScaleTileRows + threadIdx.x / 32;
     if (threadIdx.x < 64 && h_tile * kScaleTileRows < a.hidden) {
       const uint8_t* at = column_scales + (threadIdx.x / 32 * kScaleTileRows + r) * 4;
-      *reinterpret_cast<uint4*>(a.column_tile<Mxfp8::kBlock>(b.slab, h_tile, b.band) + r * 16) =
-          make_uint4(*reinterpret_cast<const uint32_t*>(at), *reinterpret_cast<const uint32_t*>(at + 32 * 4),
-                     *reinterpret_cast<const uint32_t*>(at + 64 * 4), *reinterpret_cast<const uint32_t*>(at + 96 * 4));
+      *reinterpret_cast<uint4*>(a.column_tile<Mxfp8::kBlock>(b.slab, h_tile, b.band) + r * 16) = make_uint4(
+          *reinterpret_cast<const uint32_t*>(at), *reinterpret_cast<const uint32_t*>(at + 32 * 4),
+          *reinterpret_cast<const uint32_t*>(at + 64 * 4), *reinterpret_cast<const uint32_t*>(at + 96 * 4));
     }
   }
   wait_copies<0>();
@@ -392,7 +592,8 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_mxfp8(const Receive
 
 }  // namespace
 
-Status launch_receive_tiles(int32_t format, const ReceiveArguments& a, int64_t tiles, const LaunchContext& context) {
+Status launch_receive_tiles(int32_t format, const ReceiveArguments& a, int64_t tiles,
+                            const LaunchContext& context) {
   LaunchShape shape;
   shape.blocks = tiles * a.column_groups;
   shape.threads = kThreads;
@@ -400,9 +601,10 @@ Status launch_receive_tiles(int32_t format, const ReceiveArguments& a, int64_t t
     shape.shared_bytes = 2 * Stage<Mxfp8>::kBytes + kFactorsBytes + kTileColumns * (kBand / Mxfp8::kBlock);
     return launch_kernel<receive_tiles_mxfp8>("receive_tiles_mxfp8", context, shape, a);
   }
-  shape.shared_bytes = 2 * Stage<Nvfp4>::kBytes + kUnitsBytes + kColumnScalesBytes;
-  return a.options.stochastic ? launch_kernel<receive_tiles_nvfp4<true>>("receive_tiles_nvfp4", context, shape, a)
-                              : launch_kernel<receive_tiles_nvfp4<false>>("receive_tiles_nvfp4", context, shape, a);
+  shape.shared_bytes = 2 * Stage<Nvfp4>::kBytes + kUnitsBytes + kColumnCodesBytes + kColumnScalesBytes;
+  return a.options.stochastic
+             ? launch_kernel<receive_tiles_nvfp4<true>>("receive_tiles_nvfp4", context, shape, a)
+             : launch_kernel<receive_tiles_nvfp4<false>>("receive_tiles_nvfp4", context, shape, a);
 }
 
 }  // namespace nvte_ep

@@ -15,7 +15,9 @@ using namespace nvte_ep::device;  // NOLINT
 
 constexpr int kThreads = 256;
 
-__device__ __forceinline__ int32_t rank_of(SlotAddress address) { return static_cast<int32_t>(address >> kSlotBits); }
+__device__ __forceinline__ int32_t rank_of(SlotAddress address) {
+  return static_cast<int32_t>(address >> kSlotBits);
+}
 __device__ __forceinline__ int64_t slot_of(SlotAddress address) {
   return address & ((int64_t{1} << kSlotBits) - 1);
 }
@@ -38,13 +40,11 @@ __global__ void __launch_bounds__(kThreads, 4) gather_rows(const GatherRows g, i
     const int64_t rank = source >> 32;
     const int64_t token = source & 0xFFFFFFFF;
     if (g.out_weights != nullptr && lane_id() == 0) {
-      g.out_weights[slot] =
-          source < 0 ? 0.0f : g.weights.floats(rank, token)[g.slot_k[slot]];
+      g.out_weights[slot] = source < 0 ? 0.0f : g.weights.floats(rank, token)[g.slot_k[slot]];
     }
     if (g.out == nullptr) continue;
     uint8_t* out = static_cast<uint8_t*>(g.out) + slot * g.out_stride;
-    const uint8_t* in =
-        source < 0 ? nullptr : g.rows.row(rank, token);
+    const uint8_t* in = source < 0 ? nullptr : g.rows.row(rank, token);
     const int in_alignment = in == nullptr ? 16 : ((reinterpret_cast<uint64_t>(in) & 15) == 0 ? 16 : 1);
     const int alignment = in_alignment < out_alignment ? in_alignment : out_alignment;
     const int64_t chunks = (g.row_bytes + 15) / 16;
@@ -77,7 +77,9 @@ struct Elements {  // the 16 bytes of one access
   float x[kCount];
 
   __device__ __forceinline__ void load(const uint8_t* from, int alignment) {
-    const uint4 v = load16(from, alignment);
+    unpack(load16(from, alignment));
+  }
+  __device__ __forceinline__ void unpack(uint4 v) {
     const uint32_t w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -111,24 +113,32 @@ struct ReduceArguments {
   int64_t tokens;
 };
 
-// sum += weight * the slot's elements, two roundings.
+// A slot on its way: its 16 bytes, and its weight.
 template <typename Token>
-__device__ __forceinline__ void add_slot(const ReduceRows& r, SlotAddress address, int64_t at, Elements<Token>* sum) {
-  const int32_t rank = rank_of(address);
-  const int64_t slot = slot_of(address);
-  const uint8_t* row = r.rows.row(rank, slot) + at;
-  Elements<Token> e;
-  e.load(row, (reinterpret_cast<uint64_t>(row) & 15) == 0 ? 16 : 1);
-  const float* weight = r.weights.floats(rank, slot);
-  if (weight == nullptr) {
-#pragma unroll
-    for (int i = 0; i < Elements<Token>::kCount; ++i) sum->x[i] = add_rn(sum->x[i], e.x[i]);
-  } else {
-    const float w = *weight;
-#pragma unroll
-    for (int i = 0; i < Elements<Token>::kCount; ++i) sum->x[i] = add_rn(sum->x[i], mul_rn(w, e.x[i]));
+struct SlotPart {
+  uint4 bytes;
+  float weight;
+  bool weighted;
+
+  __device__ __forceinline__ void load(const ReduceRows& r, SlotAddress address, int64_t at) {
+    const int32_t rank = rank_of(address);
+    const int64_t slot = slot_of(address);
+    const uint8_t* row = r.rows.row(rank, slot) + at;
+    const float* its_weight = r.weights.floats(rank, slot);
+    bytes = load16(row, (reinterpret_cast<uint64_t>(row) & 15) == 0 ? 16 : 1);
+    weighted = its_weight != nullptr;
+    weight = weighted ? *its_weight : 1.0f;
   }
-}
+  // sum += weight * the slot's elements, two roundings.
+  __device__ __forceinline__ void add_to(Elements<Token>* sum) const {
+    Elements<Token> e;
+    e.unpack(bytes);
+#pragma unroll
+    for (int i = 0; i < Elements<Token>::kCount; ++i) {
+      sum->x[i] = add_rn(sum->x[i], weighted ? mul_rn(weight, e.x[i]) : e.x[i]);
+    }
+  }
+};
 
 // What a partial row becomes when it crosses in MXFP8: lanes that share a block of 32 agree on its scale.
 template <typename Token>
@@ -155,7 +165,8 @@ __device__ __forceinline__ void clear(Elements<Token>* e) {
 }
 
 template <typename Token, bool kMxfp8Partials>
-__global__ void __launch_bounds__(kRowThreads, 4) reduce_rows(const ReduceArguments a, const RowThreads threads) {
+__global__ void __launch_bounds__(kRowThreads, 4)
+    reduce_rows(const ReduceArguments a, const RowThreads threads) {
   using E = Elements<Token>;
   const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
   const int first_chunk = static_cast<int>(threadIdx.x) % threads.threads_per_row;
@@ -169,9 +180,19 @@ __global__ void __launch_bounds__(kRowThreads, 4) reduce_rows(const ReduceArgume
       E sum;
       clear(&sum);
       if constexpr (!kMxfp8Partials) {
-#pragma unroll 4
-        for (int k = 0; k < a.r.top_k; ++k) {
-          if (slots[k] >= 0) add_slot(a.r, slots[k], at, &sum);
+        constexpr int kInFlight = 4;  // slots whose loads are issued before the first is added
+        for (int k = 0; k < a.r.top_k; k += kInFlight) {
+          SlotPart<Token> part[kInFlight];
+          bool there[kInFlight];
+#pragma unroll
+          for (int i = 0; i < kInFlight; ++i) {
+            there[i] = k + i < a.r.top_k && slots[k + i] >= 0;
+            if (there[i]) part[i].load(a.r, slots[k + i], at);
+          }
+#pragma unroll
+          for (int i = 0; i < kInFlight; ++i) {
+            if (there[i]) part[i].add_to(&sum);
+          }
         }
       } else {
         for (int32_t rank = 0; rank < a.r.num_ranks; ++rank) {
@@ -181,7 +202,9 @@ __global__ void __launch_bounds__(kRowThreads, 4) reduce_rows(const ReduceArgume
           for (int k = 0; k < a.r.top_k; ++k) {
             if (slots[k] < 0 || rank_of(slots[k]) != rank) continue;
             any = true;
-            add_slot(a.r, slots[k], at, &partial);
+            SlotPart<Token> part;
+            part.load(a.r, slots[k], at);
+            part.add_to(&partial);
           }
           if (!any) continue;  // the same for all lanes of a token
           round_to_mxfp8(&partial);
@@ -200,9 +223,9 @@ __global__ void __launch_bounds__(kRowThreads, 4) reduce_rows(const ReduceArgume
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 4) gather_scalars(int32_t top_k, const SlotAddress* slots,
-                                                              RankArrays values, float* out,
-                                                              int64_t out_stride, int64_t count) {
+__global__ void __launch_bounds__(kThreads, 4)
+    gather_scalars(int32_t top_k, const SlotAddress* slots, RankArrays values, float* out, int64_t out_stride,
+                   int64_t count) {
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
        i += static_cast<int64_t>(gridDim.x) * kThreads) {
     const SlotAddress address = slots[i];

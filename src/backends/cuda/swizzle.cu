@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(kThreads, 3) swizzle_scales(const SwizzleArgum
   const int64_t first_row = slab.first_row + band * kScaleTileRows;
   const int64_t rows = slab.rows - band * kScaleTileRows;
   const int64_t patches = (a.columns + kPatchColumns - 1) / kPatchColumns * kPatchesPerTile;
+#pragma unroll 2
   for (int64_t i = warp_id(); i < patches; i += kThreads / kWarp) {
     const int patch = static_cast<int>(i % kPatchesPerTile);
     const int64_t column = patch_column(i / kPatchesPerTile * kPatchColumns);
@@ -53,8 +54,8 @@ __global__ void __launch_bounds__(kThreads, 3) swizzle_scales(const SwizzleArgum
 
 }  // namespace
 
-Status launch_swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts, uint8_t* swizzled,
-                      bool inverse, const LaunchContext& context) {
+Status launch_swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts,
+                      uint8_t* swizzled, bool inverse, const LaunchContext& context) {
   SwizzleArguments a{};
   a.scales = static_cast<uint8_t*>(scales.data);
   a.stride = scales.stride;
