@@ -3,6 +3,7 @@
 #ifndef NVTE_EP_API_OBJECTS_H_
 #define NVTE_EP_API_OBJECTS_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -19,13 +20,18 @@ struct nvte_ep_handle {};
 
 namespace nvte_ep {
 
+// Odd, so that it is no object's address; the same for no two objects of any kind.
+inline uintptr_t next_object_number() {
+  static std::atomic<uintptr_t> next{0x10001};
+  return next.fetch_add(2);
+}
+
 template <typename Opaque, typename Object>
 class ObjectTable {
  public:
   Opaque* add(std::shared_ptr<Object> object) {
     const std::unique_lock<std::shared_mutex> lock(mutex_);
-    // An odd number, so that no object can have this address.
-    Opaque* pointer = reinterpret_cast<Opaque*>(next_ += 2);
+    Opaque* pointer = reinterpret_cast<Opaque*>(next_object_number());
     objects_.emplace(pointer, std::move(object));
     return pointer;
   }
@@ -50,7 +56,7 @@ class ObjectTable {
  private:
   mutable std::shared_mutex mutex_;
   std::unordered_map<Opaque*, std::shared_ptr<Object>> objects_;
-  uintptr_t next_ = 0x10001;
+
 };
 
 // Never destroyed: objects may be alive at exit.

@@ -4,7 +4,7 @@
 #include "core/transport.h"
 #include "transports/nccl.h"
 #if defined(NVTE_EP_WITH_CUDA)
-#include "transports/peer.h"
+#include "transports/peer/peer.h"
 #endif
 #include "transports/threads.h"
 

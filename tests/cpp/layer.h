@@ -376,7 +376,7 @@ class LayerRank {
     a.scale_rounding = options.scale_rounding;
     a.column_bound = options.column_bound;
     a.rng_state = options.rng_state;
-    a.tensor_scale = options.tensor_scale;
+    a.tensor_scale = c_.input == Input::kRows ? nullptr : options.tensor_scale;  // rows carry theirs
     a.findings = e->findings.tensor();
     if (c_.input == Input::kRows) {
       e->tokens = make(Type::kUInt8, {in_->tokens, parts.bytes}, sent.rows, 32);

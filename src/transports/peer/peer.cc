@@ -1,4 +1,4 @@
-#include "transports/peer.h"
+#include "transports/peer/peer.h"
 
 #include <atomic>
 #include <chrono>

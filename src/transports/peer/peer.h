@@ -1,7 +1,7 @@
 // `peer`: ranks load each other's memory directly. Today between the ranks of one process (threads that drive one GPU or
 // several).
-#ifndef NVTE_EP_TRANSPORTS_PEER_H_
-#define NVTE_EP_TRANSPORTS_PEER_H_
+#ifndef NVTE_EP_TRANSPORTS_PEER_PEER_H_
+#define NVTE_EP_TRANSPORTS_PEER_PEER_H_
 
 #include <memory>
 
@@ -17,4 +17,4 @@ void peer_memory(const Communicator& comm, const GroupSettings& settings, int64_
 
 }  // namespace nvte_ep
 
-#endif  // NVTE_EP_TRANSPORTS_PEER_H_
+#endif  // NVTE_EP_TRANSPORTS_PEER_PEER_H_
