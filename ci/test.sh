@@ -63,7 +63,9 @@ run_ctest plain "$BUILD_DIR"
 
 say "Python tests"
 suites=()
-for suite in tests/python tests/abi tests/distributed tests/golden tests/packaging ci; do
+folders=(tests/python tests/abi tests/distributed tests/golden tests/packaging ci)
+[[ -e /dev/nvidiactl ]] && folders+=(tests/gpu)
+for suite in "${folders[@]}"; do
   [[ -n "$(find "$ROOT/$suite" -name 'test_*.py' -print -quit)" ]] && suites+=("$suite")
 done
 (

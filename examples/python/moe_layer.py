@@ -135,7 +135,11 @@ def run_ranks(num_ranks: int, steps: list[Step], dispatch: str, combine_backward
 
 
 def main() -> int:
-    num_ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+    text = sys.argv[1] if len(sys.argv) > 1 else "4"
+    num_ranks = int(text) if text.isdecimal() else 0
+    if num_ranks < 1 or EXPERTS % num_ranks:
+        print(f"ranks: expected a divisor of the {EXPERTS} experts, got {text}", file=sys.stderr)
+        return 2
     steps = [make_step(rank) for rank in range(num_ranks)]
     expected = [dense_layer(step) for step in steps]
 

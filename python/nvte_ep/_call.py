@@ -11,21 +11,11 @@ from typing import Any
 import numpy as np
 
 from nvte_ep import _abi, _lib, _streams
+from nvte_ep._arguments import boolean, float32, integer, short
 from nvte_ep._dlpack import View, device_of, pointer, view
 from nvte_ep._dtypes import BY_NAME, CPU, Device, dtype_name
 from nvte_ep.array import Array
 from nvte_ep.errors import invalid
-
-
-def integer(function: str, name: str, value: Any, bits: int = 64) -> int:
-    """An integer that a C field of so many bits can hold: ctypes itself would silently cut it."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise invalid(function, name, "an integer", repr(value)) from None
-    if not -(1 << (bits - 1)) <= number < 1 << (bits - 1):
-        raise invalid(function, name, f"an integer of {bits} bits", str(number))
-    return number
 
 
 class Call:
@@ -55,6 +45,21 @@ class Call:
             return None
         return view(self.function, name, array, stream=self.stream, as_bytes=as_bytes, uint16_is=uint16_is)
 
+    def need(
+        self,
+        name: str,
+        array: Any,
+        expected: str,
+        *,
+        as_bytes: bool = False,
+        uint16_is: str | None = None,
+    ) -> View:
+        """As read, for what cannot be left out."""
+        found = self.read(name, array, as_bytes=as_bytes, uint16_is=uint16_is)
+        if found is None:
+            raise invalid(self.function, name, expected, "None")
+        return found
+
     def read_indices(self, name: str, array: Any) -> View | None:
         """Integers; plain Python sequences will do on the host."""
         if isinstance(array, (list, tuple)):
@@ -75,9 +80,10 @@ class Call:
 
     def read_scalar(self, name: str, value: Any, dtype: str) -> View | None:
         """An array of one element; a plain number will do on the host, and no dimension is as good as one."""
-        if isinstance(value, (int, float)):
+        if isinstance(value, (int, float, np.integer, np.floating)):
             self._host_only(name, "a number")
-            value = np.array([value], dtype=dtype)
+            convert = integer if dtype == "int64" else float32
+            value = np.array([convert(self.function, name, value)], dtype=dtype)
         found = self.read(name, value)
         return None if found is None else _at_least_1d(found)
 
@@ -93,8 +99,10 @@ class Call:
     def write(
         self, name: str, array: Any, *, as_bytes: bool = False, uint16_is: str | None = None
     ) -> View | None:
-        if array is None:
-            return None
+        return None if array is None else self.fill(name, array, as_bytes=as_bytes, uint16_is=uint16_is)
+
+    def fill(self, name: str, array: Any, *, as_bytes: bool = False, uint16_is: str | None = None) -> View:
+        """As write, for an array that is there."""
         found = view(
             self.function,
             name,
@@ -143,8 +151,7 @@ class Call:
     def typed(self, name: str, array: Any, dtype: Any) -> View:
         """A token array whose type the caller may state: needed where uint16 holds another type's bits."""
         wanted = None if dtype is None else float_type(self.function, "dtype", dtype)
-        found = self.read(name, array, uint16_is=wanted)
-        assert found is not None
+        found = self.need(name, array, "[T, H]", uint16_is=wanted)
         if wanted is not None and found.dtype.name != wanted:
             raise invalid(self.function, name, f"{wanted}, as dtype says", found.dtype.name)
         return found
@@ -178,8 +185,8 @@ def _int64_bits(function: str, value: Any) -> int:
     except TypeError:
         raise invalid(function, "rng_state", "integers", repr(value)) from None
     if not -(1 << 63) <= number < 1 << 64:
-        raise invalid(function, "rng_state", "64-bit integers", str(number))
+        raise invalid(function, "rng_state", "64-bit integers", short(number))
     return ctypes.c_int64(number).value
 
 
-__all__ = ["Call", "float_type", "integer", "pointer", "storage_name"]
+__all__ = ["Call", "boolean", "float_type", "integer", "pointer", "storage_name"]

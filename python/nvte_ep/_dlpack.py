@@ -24,7 +24,7 @@ from nvte_ep._dtypes import (
     numpy_dtype,
 )
 from nvte_ep.array import Array, dlpack_tensor
-from nvte_ep.errors import InvalidArgumentError, invalid
+from nvte_ep.errors import InvalidArgumentError, NvteEpError, invalid
 
 _MAX_NDIM = _abi.CONSTANTS["NVTE_EP_MAX_NDIM"]
 _MAX_VERSION = (1, 1)
@@ -63,17 +63,32 @@ def device_of(function: str, name: str, array: Any) -> Device:
     if isinstance(array, (np.ndarray, list, tuple)):
         return CPU
     if hasattr(array, "__dlpack_device__"):
-        kind, index = array.__dlpack_device__()
-        kind = int(kind)
-        return (CUDA_TYPE if kind == CUDA_MANAGED_TYPE else kind, int(index))
+        try:
+            kind, index = (int(part) for part in array.__dlpack_device__())
+        except Exception as error:  # no memory at all, such as PyTorch's meta tensors
+            raise _no_export(function, name, array, error) from error
+        return (CUDA_TYPE if kind == CUDA_MANAGED_TYPE else kind, index)
     if hasattr(array, "__cuda_array_interface__"):
-        return CUDA_TYPE, _cuda.pointer_device(int(array.__cuda_array_interface__["data"][0]))
+        try:
+            address = int(array.__cuda_array_interface__["data"][0])
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise invalid(
+                function,
+                name,
+                "an array that exports __cuda_array_interface__",
+                f"{type(array).__name__}: {error}",
+            ) from error
+        return CUDA_TYPE, _cuda.pointer_device(address)
     raise _no_array(function, name, array)
 
 
 def _no_array(function: str, name: str, array: Any) -> InvalidArgumentError:
     expected = "an array with __dlpack__ or __cuda_array_interface__"
     return invalid(function, name, expected, type(array).__name__)
+
+
+def _no_export(function: str, name: str, array: Any, error: Exception) -> InvalidArgumentError:
+    return invalid(function, name, "an array that exports DLPack", f"{type(array).__name__}: {error}")
 
 
 def view(
@@ -118,6 +133,8 @@ def _describe_own(array: Array, stream: int) -> _Description:
 
 
 def _describe_numpy(function: str, name: str, array: np.ndarray[Any, Any]) -> _Description:
+    if isinstance(array, np.ma.MaskedArray):  # codecs and exchanges would send what the mask hides
+        raise invalid(function, name, "an array without a mask (see .filled())", type(array).__name__)
     dtype = numpy_dtype(array.dtype)
     if dtype is None:
         raise invalid(function, name, "an element type that the library knows", f"NumPy {array.dtype}")
@@ -130,6 +147,7 @@ def _describe_numpy(function: str, name: str, array: np.ndarray[Any, Any]) -> _D
 
 
 def _describe_dlpack(function: str, name: str, array: Any, stream: int) -> _Description:
+    _refuse_lazy_torch(function, name, array)
     device = device_of(function, name, array)
     # On the host the stream must be None; on the device the producer makes our stream wait for its own.
     ordering = {"stream": _streams.for_dlpack(stream)} if device[0] == CUDA_TYPE else {}
@@ -138,12 +156,10 @@ def _describe_dlpack(function: str, name: str, array: Any, stream: int) -> _Desc
             capsule = array.__dlpack__(max_version=_MAX_VERSION, **ordering)
         except TypeError:  # a producer of before DLPack 1.0
             capsule = array.__dlpack__(**ordering)
+        # The capsule stays unconsumed: its destructor gives the memory back when the last reference goes.
+        tensor, major, flags = dlpack_tensor(capsule)
     except Exception as error:
-        raise invalid(
-            function, name, "an array that exports DLPack", f"{type(array).__name__}: {error}"
-        ) from error
-    # The capsule stays unconsumed: its destructor gives the memory back when the last reference goes.
-    tensor, major, flags = dlpack_tensor(capsule)
+        raise _no_export(function, name, array, error) from error
     if major > 1:
         raise invalid(function, name, "DLPack version 1", f"version {major}")
     code = tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes
@@ -158,7 +174,31 @@ def _describe_dlpack(function: str, name: str, array: Any, stream: int) -> _Desc
     return _Description(pointer, shape, strides, dtype, device, bool(flags & _READ_ONLY), capsule)
 
 
+def _refuse_lazy_torch(function: str, name: str, array: Any) -> None:
+    """PyTorch negates and conjugates by a flag that DLPack does not carry: the memory holds other numbers."""
+    if type(array).__module__.partition(".")[0] != "torch":
+        return
+    for flag, remedy in (("is_neg", "resolve_neg()"), ("is_conj", "resolve_conj()")):
+        test = getattr(array, flag, None)
+        if test is not None and test():
+            raise invalid(function, name, f"a tensor that memory holds as it is (see .{remedy})", flag)
+
+
 def _describe_cuda_interface(function: str, name: str, array: Any, stream: int) -> _Description:
+    try:
+        return _read_cuda_interface(function, name, array, stream)
+    except NvteEpError:
+        raise
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise invalid(
+            function,
+            name,
+            "an array that exports __cuda_array_interface__",
+            f"{type(array).__name__}: {error}",
+        ) from error
+
+
+def _read_cuda_interface(function: str, name: str, array: Any, stream: int) -> _Description:
     interface = array.__cuda_array_interface__
     # bfloat16 has no type string of its own: it comes as two raw bytes or as uint16.
     typestr = "u2" if interface["typestr"][1:] == "V2" else interface["typestr"]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nvte_ep import _abi
+from nvte_ep._arguments import integer
 from nvte_ep.errors import invalid
 
 Device = tuple[int, int]  # DLPack device type and device id
@@ -88,8 +89,9 @@ def parse_device(function: str, device: Any) -> Device:
     """ "cpu", "cuda", "cuda:1", a DLPack pair, or anything that prints as one of the first three
     (torch.device)."""
     if isinstance(device, tuple) and len(device) == 2:
-        return int(device[0]), int(device[1])
+        return integer(function, "device", device[0], 32), integer(function, "device", device[1], 32)
     kind, _, index = str(device).partition(":")
     if kind in ("cpu", "cuda") and (index.isdecimal() or not index):
-        return (CUDA_TYPE, int(index or 0)) if kind == "cuda" else CPU
+        number = integer(function, "device", int(index or 0), 32)
+        return (CUDA_TYPE, number) if kind == "cuda" else CPU
     raise invalid(function, "device", '"cpu", "cuda" or "cuda:<index>"', repr(device))

@@ -6,11 +6,13 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
 from nvte_ep import _abi
+from nvte_ep._dtypes import BY_CODE
 from nvte_ep.errors import AbiMismatchError, LibraryNotFoundError, Status, exception, invalid
 
 LIBRARY_VARIABLE = "NVTE_EP_LIBRARY"
@@ -95,7 +97,17 @@ def last_error() -> str:
     raw: bytes = library().nvte_ep_last_error()
     text = raw.decode(errors="replace") or getattr(_interrupted, "text", "")
     _interrupted.text = ""
-    return text
+    return _with_type_names(text)
+
+
+def _with_type_names(text: str) -> str:
+    """The library has no names for types that it never takes; whoever reads this has: float64."""
+
+    def name(match: re.Match[str]) -> str:
+        found = BY_CODE.get((int(match[1]), int(match[2]), 1))
+        return match[0] if found is None else found.name
+
+    return re.sub(r"dtype code (\d+) of (\d+) bits", name, text)
 
 
 def call(name: str, *arguments: Any) -> None:

@@ -90,7 +90,13 @@ def handle(function: str, stream: Any) -> int:
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         pair = protocol() if callable(protocol) else protocol
-        return int(pair[1])
+        try:
+            _, number = pair
+            return int(number)
+        except (TypeError, ValueError):
+            raise invalid(
+                function, "stream", "__cuda_stream__ to give (version, handle)", repr(pair)
+            ) from None
     for attribute in ("cuda_stream", "ptr"):  # torch.cuda.Stream, cupy.cuda.Stream
         value = getattr(stream, attribute, None)
         if value is not None:

@@ -2,9 +2,8 @@
 """Arrays that this package owns or carves out of a buffer; every framework reads them through DLPack.
 
 An Array is a NumPy array of the right shape over host or device memory, plus the element type and the device.
-NumPy
-does all geometry and the DLPack export: its capsules, destructors and deleters are C code that is right at
-any time, the end of the interpreter included. For device memory the NumPy array is a description only;
+NumPy does all geometry and the DLPack export: its capsules, destructors and deleters are C code that is right
+at any time, the end of the interpreter included. For device memory the NumPy array is a description only;
 nothing reads through it.
 """
 
@@ -19,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nvte_ep import _cuda
+from nvte_ep._arguments import integer
 from nvte_ep._dtypes import BY_NAME, CPU, CUDA_TYPE, Device, DType, device_name, dtype_name, parse_device
 from nvte_ep._streams import NO_STREAM
 from nvte_ep._streams import handle as stream_handle
-from nvte_ep.errors import OutOfMemoryError, Status, UnsupportedError, invalid
+from nvte_ep.errors import BadStateError, OutOfMemoryError, Status, UnsupportedError, invalid
 
 ALIGNMENT = 256  # of operand parts, the strictest that the library asks for
 
@@ -76,10 +76,14 @@ def dlpack_tensor(capsule: Any) -> tuple[DLTensor, int, int]:
 
 class Memory:
     """Raw bytes, described to NumPy. `owner` keeps them alive; None: whoever made this has attached a
-    finalizer."""
+    finalizer.
+
+    `gone` says why an owner that was closed all the same has taken them back: no Array reads them after that.
+    """
 
     def __init__(self, pointer: int, nbytes: int, owner: Any = None) -> None:
         self.owner = owner
+        self.gone: str | None = None
         self.__array_interface__ = {
             "data": (pointer, False),
             "shape": (nbytes,),
@@ -102,19 +106,35 @@ def _device_bytes(nbytes: int, device_id: int) -> NDArray[Any]:
     return np.asarray(memory)
 
 
+def _element_type(function: str, dtype: Any) -> DType:
+    name = dtype_name(dtype)
+    if name not in BY_NAME:
+        raise invalid(function, "dtype", "one of " + ", ".join(BY_NAME), repr(dtype))
+    return BY_NAME[name]
+
+
 class Array:
     """A dense array in host or CUDA memory. Exports DLPack, and on the host the NumPy protocol."""
 
-    __slots__ = ("__weakref__", "_array", "_stream", "device", "element_type")
+    __slots__ = ("__weakref__", "_borrowed", "_data", "_stream", "device", "element_type")
 
-    _array: NDArray[Any]
+    _data: NDArray[Any]
+    _borrowed: Memory | None
     _stream: int
     device: Device
     element_type: DType
 
-    def __init__(self, array: NDArray[Any], element_type: DType, device: Device, stream: int = 0) -> None:
+    def __init__(
+        self,
+        array: NDArray[Any],
+        element_type: DType,
+        device: Device,
+        stream: int = 0,
+        borrowed: Memory | None = None,
+    ) -> None:
         """For this package: see empty()."""
-        self._array = array
+        self._data = array
+        self._borrowed = borrowed
         self.element_type = element_type
         self.device = device
         self._stream = stream
@@ -122,12 +142,10 @@ class Array:
     @classmethod
     def empty(cls, shape: int | tuple[int, ...], dtype: Any = "uint8", device: Any = CPU) -> Array:
         """An uninitialised array, aligned to 256 bytes."""
-        name = dtype_name(dtype)
-        if name not in BY_NAME:
-            raise invalid("Array.empty", "dtype", "one of " + ", ".join(BY_NAME), repr(dtype))
-        element_type = BY_NAME[name]
+        element_type = _element_type("Array.empty", dtype)
         where = parse_device("Array.empty", device)
-        sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
+        parts = shape if isinstance(shape, (tuple, list)) else (shape,)
+        sizes = tuple(integer("Array.empty", "shape", part) for part in parts)
         if any(size < 0 for size in sizes):
             raise invalid("Array.empty", "shape", "no negative size", str(sizes))
         storage = np.dtype(element_type.storage)
@@ -143,7 +161,18 @@ class Array:
     @classmethod
     def borrow(cls, pointer: int, nbytes: int, device: Device, owner: Any, stream: int = 0) -> Array:
         """Bytes that belong to `owner`, which lives as long as any array made from them."""
-        return cls(np.asarray(Memory(pointer, nbytes, owner)), BY_NAME["uint8"], device, stream)
+        memory = Memory(pointer, nbytes, owner)
+        return cls(np.asarray(memory), BY_NAME["uint8"], device, stream, memory)
+
+    @property
+    def _array(self) -> NDArray[Any]:
+        self.check()
+        return self._data
+
+    def check(self) -> None:
+        """Refuses memory that its owner has taken back."""
+        if self._borrowed is not None and self._borrowed.gone is not None:
+            raise BadStateError(Status.BAD_STATE, f"Array: its memory is gone: {self._borrowed.gone}")
 
     @property
     def dtype(self) -> str:
@@ -180,10 +209,10 @@ class Array:
         return len(self._array)
 
     def __repr__(self) -> str:
-        return f"Array(shape={self.shape}, dtype={self.dtype}, device={device_name(self.device)})"
+        return f"Array(shape={self._data.shape}, dtype={self.dtype}, device={device_name(self.device)})"
 
     def _same(self, array: NDArray[Any], element_type: DType | None = None) -> Array:
-        return Array(array, element_type or self.element_type, self.device, self._stream)
+        return Array(array, element_type or self.element_type, self.device, self._stream, self._borrowed)
 
     def __getitem__(self, key: Any) -> Array:
         """Basic indexing: a view of the same memory."""
@@ -201,11 +230,12 @@ class Array:
 
     def view(self, dtype: Any) -> Array:
         """The same memory as another element type."""
-        element_type = BY_NAME[dtype_name(dtype)]
+        element_type = _element_type("Array.view", dtype)
         return self._same(self._array.view(element_type.storage), element_type)
 
     def wait_on(self, stream: int) -> None:
         """Makes `stream` wait for what was last written here."""
+        self.check()
         if self.device[0] == CUDA_TYPE and stream != NO_STREAM:
             _cuda.order(self.device[1], self._stream, stream)
 

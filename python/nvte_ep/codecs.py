@@ -77,23 +77,22 @@ def _pack(format: str, tokens: Any, out: Any, dtype: Any, stream: Any, **options
 
 
 def _decoded(call: Call, out: Any, shape: tuple[int, int], dtype: Any) -> tuple[Any, View]:
-    """The output array of a decoder: the caller's, which must have this shape, or a new one."""
-    wanted = float_type(call.function, "dtype", dtype)
+    """The output array of a decoder: the caller's, which must have this shape, or a new one. dtype None: the
+    type of `out`, bfloat16 for a new one."""
+    wanted = float_type(call.function, "dtype", "bfloat16" if dtype is None else dtype)
     if out is None:
         out = call.new(shape, wanted)
-    tokens = call.write("out", out, uint16_is=storage_name(wanted))
-    assert tokens is not None
+    tokens = call.fill("out", out, uint16_is=storage_name(wanted))
     if tokens.shape != shape:
         raise invalid(call.function, "out", f"shape {shape}", f"shape {tokens.shape}")
-    if wanted not in ("bfloat16", tokens.dtype.name):  # bfloat16 is the default: out may then be of any type
+    if dtype is not None and tokens.dtype.name != wanted:
         raise invalid(call.function, "out", f"{wanted}, as dtype says", tokens.dtype.name)
     return out, tokens
 
 
 def _unpack(format: str, rows: Any, hidden: int, out: Any, dtype: Any, stream: Any, **options: Any) -> Any:
     call = Call(f"nvte_ep_{format}_unpack", {"rows": rows, "out": out}, stream)
-    source = call.read("rows", rows, as_bytes=True)
-    assert source is not None
+    source = call.need("rows", rows, "[T, row_bytes]", as_bytes=True)
     count, _ = call.matrix("rows", source)
     out, tokens = _decoded(call, out, (count, integer(call.function, "hidden", hidden)), dtype)
     call.run(pointer(source), pointer(tokens), _options(call, **options))
@@ -173,12 +172,12 @@ def nvfp4_unpack(
     hidden: int,
     *,
     out: Any = None,
-    dtype: Any = "bfloat16",
+    dtype: Any = None,
     row_count: Any = None,
     findings: Any = None,
     stream: Any = None,
 ) -> Any:
-    """Packed rows to tokens [T, hidden] of bfloat16, float16 or float32."""
+    """Packed rows to tokens [T, hidden] of bfloat16 (unless dtype says another), float16 or float32."""
     return _unpack("nvfp4", rows, hidden, out, dtype, stream, row_count=row_count, findings=findings)
 
 
@@ -187,12 +186,12 @@ def mxfp8_unpack(
     hidden: int,
     *,
     out: Any = None,
-    dtype: Any = "bfloat16",
+    dtype: Any = None,
     row_count: Any = None,
     findings: Any = None,
     stream: Any = None,
 ) -> Any:
-    """Packed rows to tokens [T, hidden] of bfloat16, float16 or float32."""
+    """Packed rows to tokens [T, hidden] of bfloat16 (unless dtype says another), float16 or float32."""
     return _unpack("mxfp8", rows, hidden, out, dtype, stream, row_count=row_count, findings=findings)
 
 
@@ -278,15 +277,14 @@ def nvfp4_dequantize(
     *,
     out: Any = None,
     tensor_scale: Any = None,
-    dtype: Any = "bfloat16",
+    dtype: Any = None,
     row_count: Any = None,
     findings: Any = None,
     stream: Any = None,
 ) -> Any:
     """The inverse of nvfp4_quantize, with token_scales or tensor_scale."""
     call = Call("nvte_ep_nvfp4_dequantize", {"payload": payload, "scales": scales, "out": out}, stream)
-    codes = call.read("payload", payload, as_bytes=True)
-    assert codes is not None
+    codes = call.need("payload", payload, "[T, payload bytes]", as_bytes=True)
     count, width = call.matrix("payload", codes)
     out, tokens = _decoded(call, out, (count, 2 * width), dtype)
     options = _options(call, tensor_scale=tensor_scale, row_count=row_count, findings=findings)
@@ -305,15 +303,14 @@ def mxfp8_dequantize(
     scales: Any,
     *,
     out: Any = None,
-    dtype: Any = "bfloat16",
+    dtype: Any = None,
     row_count: Any = None,
     findings: Any = None,
     stream: Any = None,
 ) -> Any:
     """The inverse of mxfp8_quantize."""
     call = Call("nvte_ep_mxfp8_dequantize", {"payload": payload, "scales": scales, "out": out}, stream)
-    codes = call.read("payload", payload, as_bytes=True)
-    assert codes is not None
+    codes = call.need("payload", payload, "[T, payload bytes]", as_bytes=True)
     out, tokens = _decoded(call, out, call.matrix("payload", codes), dtype)
     options = _options(call, row_count=row_count, findings=findings)
     call.run(pointer(codes), pointer(call.read("scales", scales, as_bytes=True)), pointer(tokens), options)
@@ -335,9 +332,9 @@ def _direct_receive(
     call = Call(
         f"nvte_ep_{format}_direct_receive", {"rows": rows, "rows_per_expert": rows_per_expert}, stream
     )
-    source = call.read("rows", rows, as_bytes=True)
+    source = call.need("rows", rows, "[slots, row_bytes]", as_bytes=True)
     counts = call.read_indices("rows_per_expert", rows_per_expert)
-    if source is None or counts is None or len(counts.shape) != 1:
+    if counts is None or len(counts.shape) != 1:
         got = "None" if counts is None else f"shape {counts.shape}"
         raise invalid(call.function, "rows_per_expert", "1 dimension", got)
     slots, _ = call.matrix("rows", source)
@@ -437,8 +434,7 @@ def scales_swizzle(scales: Any, rows_per_expert: Any = None, *, out: Any = None,
     """Compact scales uint8 [R, C] to 128x4 tiles, uint8 [n]; with rows_per_expert [E] each expert's on their
     own."""
     call = Call("nvte_ep_scales_swizzle", {"scales": scales, "out": out}, stream)
-    source = call.read("scales", scales, as_bytes=True)
-    assert source is not None
+    source = call.need("scales", scales, "[R, C]", as_bytes=True)
     counts = call.read_indices("rows_per_expert", rows_per_expert)
     rows, columns = call.matrix("scales", source)
     if out is None:
@@ -458,7 +454,7 @@ def scales_unswizzle(
 ) -> Any:
     """The inverse of scales_swizzle: tiles to compact scales uint8 [rows, columns]."""
     call = Call("nvte_ep_scales_unswizzle", {"swizzled": swizzled, "out": out}, stream)
-    source = call.read("swizzled", swizzled, as_bytes=True)
+    source = call.need("swizzled", swizzled, "uint8 [n]", as_bytes=True)
     counts = call.read_indices("rows_per_expert", rows_per_expert)
     if out is None:
         shape = integer(call.function, "rows", rows), integer(call.function, "columns", columns)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 
 from nvte_ep import _abi, _lib, _nccl
-from nvte_ep._call import integer
+from nvte_ep._arguments import integer
 from nvte_ep._dtypes import CPU, CUDA_TYPE, Device
 from nvte_ep.errors import BadStateError, Status, invalid
 
@@ -109,9 +109,13 @@ class Communicator:
     @classmethod
     def from_nccl(cls, nccl_comm: int, *, device_id: int | None = None) -> Communicator:
         """Works on a split of the caller's ncclComm_t, which must live longer. Collective."""
+        function = "nvte_ep_comm_from_nccl"
+        address = integer(function, "nccl_comm", nccl_comm)
+        if device_id is not None:
+            device_id = integer(function, "device_id", device_id, 32)
         _nccl.preload()
         created = ctypes.c_void_p()
-        _lib.call("nvte_ep_comm_from_nccl", nccl_comm, ctypes.byref(created))
+        _lib.call(function, address, ctypes.byref(created))
         self = cls.__new__(cls)
         self._adopt(created, (CUDA_TYPE, _nccl.current_device() if device_id is None else device_id))
         return self

@@ -8,7 +8,7 @@ import functools
 from dataclasses import dataclass
 
 from nvte_ep import _abi, _lib
-from nvte_ep._call import integer
+from nvte_ep._arguments import integer
 from nvte_ep.errors import UnsupportedError, invalid
 
 
@@ -58,7 +58,7 @@ def format_info() -> dict[str, FormatInfo]:
 
 def lookup(function: str, argument: str, name: str) -> FormatInfo:
     formats = _table()
-    if name not in formats:
+    if not isinstance(name, str) or name not in formats:
         raise invalid(function, argument, " or ".join(f'"{known}"' for known in formats), repr(name))
     return formats[name]
 

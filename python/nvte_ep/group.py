@@ -11,16 +11,15 @@ import collections
 import contextlib
 import ctypes
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvte_ep import _abi, _lib
-from nvte_ep._call import integer
+from nvte_ep._arguments import boolean, integer
 from nvte_ep._dtypes import Device, parse_device
-from nvte_ep.array import Array
+from nvte_ep.array import Array, Memory
 from nvte_ep.communicator import Communicator
 from nvte_ep.errors import BadStateError, NvteEpError, Status, exception, invalid
 
@@ -78,13 +77,16 @@ class _GroupState:
 
     The calls on one group come from one thread at a time. The garbage collector keeps to no thread: a handle
     that it finds dead waits here until the group's thread calls again.
+
+    No lock: finalizers run anywhere between two steps of a thread, also of one that already holds it. A
+    deque's append and popleft and a dict's pop are single steps; nothing else is needed.
     """
 
+    pointer: int | None = None  # in the instance while the group is open; see take_pointer
+
     def __init__(self) -> None:
-        self.pointer: int | None = None
         self.process = os.getpid()
         self.dead_handles: collections.deque[int] = collections.deque()
-        self.lock = threading.Lock()  # held for moments only, never during a call into the library
         self.callbacks: tuple[Any, ...] = ()
         self.callback_error: BaseException | None = None
 
@@ -99,15 +101,14 @@ class _GroupState:
     def handle_died(self, pointer: int) -> None:
         if os.getpid() != self.process:
             return
-        with self.lock:
-            self.dead_handles.append(pointer)
-            orphaned = self.pointer is None
-        if orphaned:
+        # In this order: whoever takes the pointer buries afterwards, so one of the two sees the handle.
+        self.dead_handles.append(pointer)
+        if self.pointer is None:
             self.bury_handles()
 
     def take_pointer(self) -> int | None:
-        with self.lock:
-            pointer, self.pointer = self.pointer, None
+        """The group's pointer, for one caller only."""
+        pointer: int | None = vars(self).pop("pointer", None)
         return pointer if os.getpid() == self.process else None
 
     def abandon(self) -> None:
@@ -128,6 +129,14 @@ class _GroupState:
 def _wrap_allocator(state: _GroupState, allocator: Allocator) -> tuple[Any, Any]:
     """The caller's two functions as C callbacks; what they raise is raised again by the call that needed
     memory."""
+    if (
+        not isinstance(allocator, (tuple, list))
+        or len(allocator) != 2
+        or not all(callable(function) for function in allocator)
+    ):
+        raise invalid(
+            "nvte_ep_group_create", "allocator", "a pair of functions (alloc, free)", repr(allocator)
+        )
     allocate, release = allocator
 
     def alloc(nbytes: int, device_id: int, stream: int | None, _: Any) -> int | None:
@@ -147,6 +156,8 @@ def _wrap_allocator(state: _GroupState, allocator: Allocator) -> tuple[Any, Any]
 
 
 def _group_device(comm: Communicator, device: Any, function: str) -> Device:
+    if not isinstance(comm, Communicator):
+        raise invalid(function, "comm", "a Communicator", type(comm).__name__)
     return comm.default_device if device is None else parse_device(function, device)
 
 
@@ -179,7 +190,7 @@ def _group_config(
         num_sms=integer(function, "num_sms", num_sms, 32),
         timeout_ns=integer(function, "timeout_ns", timeout_ns),
         overflow=_lib.enum(function, "overflow", "NVTE_EP_ON_OVERFLOW_", overflow),
-        zero_copy=int(zero_copy),
+        zero_copy=boolean(function, "zero_copy", zero_copy),
     )
 
 
@@ -240,6 +251,7 @@ class Group:
             state.check_callbacks()
         state.pointer = created.value
         self._finalizer = weakref.finalize(self, state.abandon)
+        self._memories: weakref.WeakSet[Memory] = weakref.WeakSet()
         self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
         self._info: GroupInfo | None = None
 
@@ -298,18 +310,31 @@ class Group:
         _lib.call("nvte_ep_group_abort", self.pointer)
 
     def mem_alloc(self, nbytes: int) -> Array:
-        """Symmetric memory for zero_copy, uint8 [nbytes]. Collective, the same size on every rank. It goes
-        with the group, or with mem_free."""
+        """Symmetric memory for zero_copy, uint8 [nbytes]. Collective, the same size on every rank.
+
+        It goes with close() or mem_free. After that the Array and what was sliced from it refuse every use,
+        but arrays that other libraries made of it (numpy.asarray, torch.from_dlpack) DANGLE: to read them is
+        to read freed memory. Drop or copy them before. While none of the two is called, any of them keeps the
+        group and its memory alive.
+        """
         size = integer("nvte_ep_mem_alloc", "bytes", nbytes)
         if size < 0:
             raise invalid("nvte_ep_mem_alloc", "bytes", "no negative size", str(size))
         address = ctypes.c_void_p()
         self.call("nvte_ep_mem_alloc", self.pointer, size, ctypes.byref(address))
-        return Array.borrow(address.value or 0, size, self.device, self)
+        memory = Array.borrow(address.value or 0, size, self.device, self)
+        if memory._borrowed is not None:
+            self._memories.add(memory._borrowed)
+        return memory
 
     def mem_free(self, memory: Array) -> None:
-        """Gives memory of mem_alloc back; no array made from it may be used after that. Collective."""
+        """Gives memory of mem_alloc back; no array made from it may be used after that: see mem_alloc.
+        Collective."""
+        if not isinstance(memory, Array):
+            raise invalid("nvte_ep_mem_free", "memory", "the Array of mem_alloc", type(memory).__name__)
         self.call("nvte_ep_mem_free", self.pointer, memory.pointer)
+        if memory._borrowed is not None:
+            memory._borrowed.gone = "mem_free gave it back"
 
     def handle(
         self,
@@ -343,10 +368,15 @@ class Group:
             self._state.check_callbacks()
 
     def close(self) -> None:
-        """Destroys the group. Collective, unless it failed or was aborted. Closing twice is fine."""
+        """Destroys the group. Collective, unless it failed or was aborted. Closing twice is fine.
+
+        Memory of mem_alloc goes with it: see there about arrays made from it.
+        """
         self._finalizer.detach()
         pointer = self._state.take_pointer()
         if pointer is not None:
+            for memory in self._memories:
+                memory.gone = "its group was closed"
             self._state.bury_handles()
             try:
                 _lib.call("nvte_ep_group_destroy", pointer)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvte_ep import _abi, _lib
-from nvte_ep._call import Call, float_type, integer, pointer, storage_name
+from nvte_ep._call import Call, boolean, float_type, integer, pointer, storage_name
 from nvte_ep._dlpack import View
 from nvte_ep._dtypes import device_name, dtype_name
 from nvte_ep.array import Array
 from nvte_ep.communicator import Owned
-from nvte_ep.errors import BadStateError, Status, invalid
+from nvte_ep.errors import BadStateError, NvteEpError, Status, invalid
 from nvte_ep.formats import lookup, row_bytes
 from nvte_ep.group import Group
 from nvte_ep.operand import Operand
@@ -36,7 +36,7 @@ class Routing:
     dropped_rows: Any = None  # [1]            routed minus kept
     slot_source: Any = None  # [capacity]     int64: source rank << 32 | token, -1 for padding
     slot_expert: Any = None  # [capacity]     int32: local expert of the slot
-    total: int | None = None  # total_rows on the host; eager groups only
+    total: int | None = None  # total_rows on the host, as an int; eager groups only
 
 
 @dataclass
@@ -194,8 +194,14 @@ class Handle:
 
         out: a Routing whose arrays are written; its fields that are None are left out. Without it everything
         is told, in new arrays of index_dtype.
+
+        In an eager group slot_source and slot_expert of `out` must hold the total. Where they do not, the
+        call raises InvalidArgumentError when the routing is set already: Handle.slots and Routing.total have
+        the total.
         """
         call = self._begin("prepare", {"topk_idx": topk_idx}, stream)
+        if out is not None and not isinstance(out, Routing):
+            raise invalid(call.function, "out", "a Routing", type(out).__name__)
         indices = call.read_indices("topk_idx", topk_idx)
         if indices is None:
             raise invalid(call.function, "topk_idx", "[T, K]", "None")
@@ -208,17 +214,26 @@ class Handle:
         arguments = _abi.PrepareArgs(topk_idx=pointer(indices))
         for name in _ROUTING:
             setattr(arguments, name, pointer(call.write(name, getattr(routing, name))))
-        total = ctypes.c_int64()
+        total = ctypes.c_int64(-1)
         if eager:
             arguments.total_rows_host = ctypes.pointer(total)
-        self._run(call, arguments)
-        self.prepared += 1
-        self._num_tokens = num_tokens
-        self._total = routing.total = total.value if eager else None
+        try:
+            self._run(call, arguments)
+        except NvteEpError:
+            # Too small a slot_source or slot_expert is found when the routing is set already.
+            if total.value >= 0:
+                self._routing_is_set(routing, num_tokens, total.value)
+            raise
+        self._routing_is_set(routing, num_tokens, total.value if eager else None)
         if eager and out is None:
             routing.slot_source = routing.slot_source[: total.value]
             routing.slot_expert = routing.slot_expert[: total.value]
         return routing
+
+    def _routing_is_set(self, routing: Routing, num_tokens: int, total: int | None) -> None:
+        self.prepared += 1
+        self._num_tokens = num_tokens
+        self._total = routing.total = total
 
     def dispatch(
         self,
@@ -228,7 +243,7 @@ class Handle:
         receive: str = "operand",
         out: Any = None,
         recv_weights: Any = None,
-        dtype: Any = "bfloat16",
+        dtype: Any = None,
         columnwise: bool = False,
         scale_layout: str = "swizzled",
         rounding: str = "nearest",
@@ -247,7 +262,7 @@ class Handle:
         gave.
         topk_weights: float32 [T, K]; then each slot's weight comes with it.
         receive: "operand" (out: an Operand), "rows" (uint8 [slots, row_bytes]) or "decoded" ([slots, H] of
-        `dtype`). columnwise and scale_layout describe a new Operand.
+        `dtype`, or of the type of `out`; None: bfloat16). columnwise and scale_layout describe a new Operand.
         """
         call = self._begin("dispatch", {"tokens": _first(tokens)}, stream)
         packing = {
@@ -285,9 +300,7 @@ class Handle:
         a new result; None: that of the last prepare.
         """
         call = self._begin("combine", {"expert_out": expert_out, "out": out}, stream)
-        source = call.read("expert_out", expert_out, uint16_is="bfloat16")
-        if source is None:
-            raise invalid(call.function, "expert_out", "[slots, H]", "None")
+        source = call.need("expert_out", expert_out, "[slots, H]", uint16_is="bfloat16")
         if out is None:
             if accumulate:
                 raise invalid(call.function, "out", "an array to add to", "None with accumulate")
@@ -296,7 +309,7 @@ class Handle:
             expert_out=pointer(source),
             slot_weights=pointer(call.read("slot_weights", slot_weights)),
             result=pointer(call.write("out", out, uint16_is="bfloat16")),
-            accumulate=int(accumulate),
+            accumulate=boolean(call.function, "accumulate", accumulate),
         )
         self._run(call, arguments)
         return out
@@ -318,9 +331,7 @@ class Handle:
         The second is None without grad_recv_weights. Collective.
         """
         call = self._begin("dispatch_backward", {"grad_received": grad_received, "out": out}, stream)
-        source = call.read("grad_received", grad_received, uint16_is="bfloat16")
-        if source is None:
-            raise invalid(call.function, "grad_received", "[slots, H]", "None")
+        source = call.need("grad_received", grad_received, "[slots, H]", uint16_is="bfloat16")
         if out is None:
             if accumulate:
                 raise invalid(call.function, "out", "an array to add to", "None with accumulate")
@@ -333,7 +344,7 @@ class Handle:
             grad_recv_weights=pointer(grads),
             grad_tokens=pointer(call.write("out", out, uint16_is="bfloat16")),
             grad_topk_weights=pointer(call.write("grad_topk_weights", grad_topk_weights)),
-            accumulate=int(accumulate),
+            accumulate=boolean(call.function, "accumulate", accumulate),
         )
         self._run(call, arguments)
         return out, grad_topk_weights
@@ -347,7 +358,7 @@ class Handle:
         slot_weights: Any = None,
         expert_out: Any = None,
         grad_slot_weights: Any = None,
-        dtype: Any = "bfloat16",
+        dtype: Any = None,
         columnwise: bool = False,
         scale_layout: str = "swizzled",
         rounding: str = "nearest",
@@ -436,6 +447,10 @@ class Handle:
         """The receiving half: fills in where the data goes."""
         function = call.function
         arguments.receive = _lib.enum(function, "receive", "NVTE_EP_RECEIVE_", receive)
+        if dtype is not None and receive != "decoded":
+            raise invalid(function, "dtype", f'None with receive="{receive}"', repr(dtype))
+        if boolean(function, "columnwise", columnwise) and receive != "operand":
+            raise invalid(function, "columnwise", f'False with receive="{receive}"', "True")
         if receive == "operand":
             operand = out
             if operand is None:
@@ -451,10 +466,12 @@ class Handle:
                 out = call.new((self.slots, width), "uint8")
             found: View | None = call.write("out", out, as_bytes=True)
         else:
-            wanted = float_type(function, "dtype", dtype)
+            wanted = float_type(function, "dtype", "bfloat16" if dtype is None else dtype)
             if out is None:
                 out = call.new((self.slots, self.group.hidden), wanted)
-            found = call.write("out", out, uint16_is=storage_name(wanted))
+            found = call.fill("out", out, uint16_is=storage_name(wanted))
+            if dtype is not None and found.dtype.name != wanted:
+                raise invalid(function, "out", f"{wanted}, as dtype says", found.dtype.name)
         arguments.received = pointer(found)
         return Received(data=out)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nvte_ep import _abi, _lib
-from nvte_ep._call import integer
+from nvte_ep._arguments import boolean, integer
 from nvte_ep._dlpack import View, view
 from nvte_ep._dtypes import CPU, device_name
 from nvte_ep._streams import NO_STREAM
@@ -60,7 +60,7 @@ def _config(
         capacity=integer(function, "capacity", capacity),
         num_experts=integer(function, "num_experts", num_experts, 32),
         alignment=integer(function, "alignment", alignment, 32),
-        columnwise=int(columnwise),
+        columnwise=boolean(function, "columnwise", columnwise),
     )
 
 
@@ -128,7 +128,7 @@ class Operand:
         self.capacity = config.capacity
         self.num_experts = config.num_experts
         self.alignment = config.alignment or 128
-        self.columnwise = bool(columnwise)
+        self.columnwise = bool(config.columnwise)
         self.scale_layout = scale_layout
         if buffer is None:
             buffer = Array.empty(self.layout.total_bytes, "uint8", device)

@@ -31,8 +31,7 @@ struct SecondLevel {
     return fast_float_to_e4m3(fminf(mul_rn(amax, sixth), kFloatMax), round_up);
   }
   __device__ __forceinline__ float multiplier(uint32_t block_scale) const {
-    return block_scale == 0 ? kFloatMax
-                            : mul_rn(reciprocal_of_e4m3(fast_e4m3_to_float(block_scale)), inverse);
+    return block_scale == 0 ? kFloatMax : mul_rn(reciprocal_of_e4m3(fast_e4m3_to_float(block_scale)), inverse);
   }
 };
 

@@ -79,8 +79,9 @@ __device__ __forceinline__ Slab find_slab(const SlabCounts& counts, int32_t* fin
 
 template <int kThreads>
 __device__ __forceinline__ Slab find_slab_of_tile(const SlabCounts& counts, int32_t* findings, int64_t tile) {
-  return find_slab<kThreads>(
-      counts, findings, [tile](int32_t, int64_t first, int64_t end) { return tile >= first && tile < end; });
+  return find_slab<kThreads>(counts, findings, [tile](int32_t, int64_t first, int64_t end) {
+    return tile >= first && tile < end;
+  });
 }
 
 // Tiles that all slabs together can have.

@@ -139,6 +139,7 @@ inline SentRows sent_rows(const LayerCase& c, int32_t format, int rank, int step
 struct StepPlan {
   Step step;
   std::vector<Routed> routed;
+  std::vector<std::vector<SlotPlace>> places;
   std::vector<SentRows> forward, backward;
   std::vector<SlotValues> expert_out, slot_grads;  // as their arrays hold them; padding is NaN
 };
@@ -198,6 +199,7 @@ inline Plan make_plan(const LayerCase& c, const std::vector<Step>& steps) {
       p.expert_out.push_back(random_slots(c, p.routed.back(), c.slot_weights, &random));
       p.slot_grads.push_back(random_slots(c, p.routed.back(), false, &random));
     }
+    p.places = places_of(p.routed, p.step, c.top_k);
     plan.steps.push_back(std::move(p));
   }
   return plan;
@@ -218,7 +220,6 @@ class LayerRank {
     routed_ = &p_->routed[static_cast<size_t>(rank_)];
     slots_ = plan_.capacity > 0 ? plan_.capacity : routed_->total_rows;
     if (c_.strided) slots_ += 3;  // a received tensor may be longer
-    places_ = places_of(p_->routed, *in_, rank_, c_.top_k);
     SCOPED_TRACE(replay_text(c_.name) + ", step " + std::to_string(step) + ", rank " + std::to_string(rank_));
     check_prepare();
     check_findings();
@@ -237,6 +238,7 @@ class LayerRank {
   Array make(Type type, std::vector<int64_t> shape, const Bytes& content, int64_t gap = 0) const {
     return Array(memory_, type, std::move(shape), content, c_.strided ? gap : 0);
   }
+  const std::vector<SlotPlace>& places() const { return p_->places[static_cast<size_t>(rank_)]; }
   // Content for all slots: what is given, then whatever nobody wrote.
   Bytes with_tail(Bytes content, int64_t bytes_per_slot) const {
     content.resize(static_cast<size_t>(slots_ * bytes_per_slot), kPoison);
@@ -455,8 +457,7 @@ class LayerRank {
                       const std::vector<float>& before) const {
     std::vector<float> all;
     for (int64_t t = 0; t < in_->tokens; ++t) {
-      const std::vector<float> sum =
-          sum_token(&places_[static_cast<size_t>(t * c_.top_k)], c_.top_k, values, c_.hidden, format);
+      const std::vector<float> sum = sum_token(&places()[static_cast<size_t>(t * c_.top_k)], c_.top_k, values, c_.hidden, format);
       all.insert(all.end(), sum.begin(), sum.end());
     }
     for (size_t i = 0; c_.accumulate && i < all.size(); ++i) all[i] = before[i] + all[i];
@@ -517,7 +518,7 @@ class LayerRank {
                  grad_tokens.get(), item_bytes(c_.token_type), c_.hidden);
     if (!c_.weights) return;
     std::vector<float> expected;
-    for (const SlotPlace& place : places_) {
+    for (const SlotPlace& place : places()) {
       expected.push_back(place.rank < 0 ? 0.0f : slot_scalar(place.rank, static_cast<size_t>(place.slot)));
     }
     expect_bytes("grad_topk_weights", bytes_of(expected), grad_topk_weights.get(), 4, c_.top_k);
@@ -581,7 +582,6 @@ class LayerRank {
   const RankInputs* in_ = nullptr;
   const Routed* routed_ = nullptr;
   int64_t slots_ = 0;
-  std::vector<SlotPlace> places_;
 };
 
 // ---- all ranks -------------------------------------------------------------------------------------------------------------

@@ -195,14 +195,15 @@ struct SlotPlace {  // rank -1: the copy was not sent, or was dropped
   int rank = -1;
   int64_t slot = -1;
 };
-// [T, K] of one source.
-inline std::vector<SlotPlace> places_of(const std::vector<Routed>& routed, const RankInputs& in, int source, int top_k) {
-  std::vector<SlotPlace> places(static_cast<size_t>(in.tokens * top_k));
+// Where every rank's copies went: [T, K] of each.
+inline std::vector<std::vector<SlotPlace>> places_of(const std::vector<Routed>& routed, const Step& step, int top_k) {
+  std::vector<std::vector<SlotPlace>> places;
+  for (const RankInputs& in : step.ranks) places.emplace_back(static_cast<size_t>(in.tokens * top_k));
   for (int rank = 0; rank < static_cast<int>(routed.size()); ++rank) {
     const std::vector<SlotCopy>& slots = routed[static_cast<size_t>(rank)].slots;
     for (size_t s = 0; s < slots.size(); ++s) {
-      if (slots[s].source != source) continue;
-      places[static_cast<size_t>(slots[s].token * top_k + slots[s].k)] = {rank, static_cast<int64_t>(s)};
+      if (slots[s].source < 0) continue;
+      places[static_cast<size_t>(slots[s].source)][static_cast<size_t>(slots[s].token * top_k + slots[s].k)] = {rank, static_cast<int64_t>(s)};
     }
   }
   return places;

@@ -55,7 +55,7 @@ std::vector<LayerCase> make_cases() {
                                   c.dispatch == NVTE_EP_FORMAT_MXFP8 || c.combine_backward == NVTE_EP_FORMAT_MXFP8 ||
                                   c.receive == NVTE_EP_RECEIVE_OPERAND || c.backward_receive == NVTE_EP_RECEIVE_OPERAND;
         if (blocks_of_32 && c.hidden % 32 != 0) c.hidden = 128;
-        c.experts_per_rank = static_cast<int>(large ? 1 + random.below(2) : 1 + random.below(4));
+        c.experts_per_rank = static_cast<int>(1 + random.below(large ? (alignment > 64 ? 1 : 2) : 4));
         c.top_k = static_cast<int>(std::min<int64_t>(num_experts(c), 1 + random.below(5)));
         c.max_tokens = large ? 1 + random.below(4) : 1 + random.below(ranks == 8 ? 24 : 60);
         c.capacity = pick(kCapacities, &random);

@@ -71,8 +71,9 @@ void check(const Shape& s, const Step& step) {
     }
   }
   // The sources' maps are the inverse of the slots.
+  const std::vector<std::vector<SlotPlace>> all_places = places_of(expected, step, s.top_k);
   for (size_t r = 0; r < sources.size(); ++r) {
-    const std::vector<SlotPlace> places = places_of(expected, step.ranks[r], static_cast<int>(r), s.top_k);
+    const std::vector<SlotPlace>& places = all_places[r];
     for (size_t i = 0; i < places.size(); ++i) {
       const lib::SlotAddress want = places[i].rank < 0 ? -1 : (static_cast<int64_t>(places[i].rank) << lib::kSlotBits) + places[i].slot;
       ASSERT_EQ(sources[r].slots[i], want) << "rank " << r << " choice " << i;

@@ -407,3 +407,17 @@ def test_device_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(nvte_ep.OutOfMemoryError, match="cudaMalloc"):
         Array.empty((1 << 21,), "uint8", "cuda")
     assert (cudart.device, cudart.mode) == (0, 0)
+
+
+def test_arguments_that_are_no_sizes_or_types() -> None:
+    assert Array.empty(np.int64(3)).shape == (3,)  # type: ignore[arg-type]
+    shapes: list[Any] = ["text", None, 1.5, (2, "3"), (2, 1.0), 10**400]
+    for shape in shapes:
+        with pytest.raises(nvte_ep.InvalidArgumentError, match=r"Array.empty: shape"):
+            Array.empty(shape)
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"Array.view: dtype"):
+        Array.empty(8).view("float3")
+    devices: list[Any] = [("a", 0), (1, None), "cuda:99999999999", 3]
+    for device in devices:
+        with pytest.raises(nvte_ep.InvalidArgumentError, match=r"device"):
+            Array.empty(8, device=device)

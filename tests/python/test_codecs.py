@@ -723,3 +723,65 @@ def test_codecs_run_in_many_threads() -> None:
     alone = [nvte_ep.nvfp4_pack(each).tolist() for each in tokens]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda each: nvte_ep.nvfp4_pack(each).tolist(), tokens * 4)) == alone * 4
+
+
+# ---- arguments of the wrong kind -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: nvte_ep.scales_swizzle(None), "scales"),
+        (lambda: nvte_ep.scales_unswizzle(None, 4, 4), "swizzled"),
+        (lambda: nvte_ep.nvfp4_unpack(None, 32), "rows"),
+        (lambda: nvte_ep.mxfp8_unpack(None, 32), "rows"),
+        (lambda: nvte_ep.nvfp4_dequantize(None, None), "payload"),
+        (lambda: nvte_ep.mxfp8_dequantize(None, None), "payload"),
+        (lambda: nvte_ep.mxfp8_dequantize(np.zeros((1, 32), np.uint8), None), "scales"),
+        (lambda: nvte_ep.nvfp4_pack(None), "tokens"),
+        (lambda: nvte_ep.mxfp8_quantize(None), "tokens"),
+        (lambda: nvte_ep.nvfp4_direct_receive(None, 32, [0]), "rows"),
+        (lambda: nvte_ep.nvfp4_direct_receive(np.zeros((1, 32), np.uint8), 32, None), "rows_per_expert"),
+        (lambda: nvte_ep.row_bytes(["nvfp4"], 32), "format"),  # type: ignore[arg-type]
+        (lambda: nvte_ep.operand_layout("nvfp4", 32, 128, 1, columnwise="yes"), "columnwise"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_left_out(call: Callable[[], Any], named: str) -> None:
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=rf"nvte_ep_\w+: {named}: expected"):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("tensor_scale", 10**400),
+        ("tensor_scale", 1e300),
+        ("tensor_scale", 10**10000),
+        ("row_count", 10**400),
+        ("row_count", 1.5),
+        ("row_id_base", 10**10000),
+        ("rng_state", (0, 10**10000)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, (str, float)) else "huge",
+)
+def test_numbers_that_do_not_fit(option: str, value: Any) -> None:
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=rf"nvte_ep_nvfp4_pack: {option}: expected"):
+        nvte_ep.nvfp4_pack(np.zeros((2, 32), np.float32), **{option: value})
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    tokens = np.ones((2, 32), np.float32)
+    plain = nvte_ep.nvfp4_pack(tokens, tensor_scale=0.5, row_count=1).tolist()
+    assert nvte_ep.nvfp4_pack(tokens, tensor_scale=np.float32(0.5), row_count=np.int32(1)).tolist() == plain
+
+
+def test_types_have_names_in_errors() -> None:
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"got float64"):
+        nvte_ep.nvfp4_pack(np.zeros((2, 32)))
+
+
+def test_a_stated_dtype_is_that_of_out() -> None:
+    rows = nvte_ep.mxfp8_pack(np.ones((2, 32), np.float32))
+    assert nvte_ep.mxfp8_unpack(rows, 32, out=np.zeros((2, 32), np.float32)).tolist() == [[1.0] * 32] * 2
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"out: expected bfloat16, as dtype says"):
+        nvte_ep.mxfp8_unpack(rows, 32, out=np.zeros((2, 32), np.float32), dtype="bfloat16")

@@ -819,3 +819,36 @@ def test_progress_is_silent_unless_shown(capsys: pytest.CaptureFixture[str]) -> 
         progress.step("one")
         progress.step("two")
     assert capsys.readouterr().err == ""
+
+
+# ---- what a wrong argument is told ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["demo", "plan", "doctor"])
+def test_an_unknown_option_gets_the_usage_of_its_command(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--bogus"])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: nvte-ep {command} [")
+    assert error.endswith(f"nvte-ep {command}: error: unrecognized arguments: --bogus\n")
+
+
+def test_a_missing_file_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "missing.npy"
+    assert main(["demo", "--input", str(missing)]) == 2
+    assert capsys.readouterr().err == f"nvte-ep demo: error: --input: {missing}: No such file or directory\n"
+
+
+def test_ranks_that_do_not_divide_the_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    random = np.random.default_rng(0)
+    tokens, gate = tmp_path / "x.npy", tmp_path / "g.npy"
+    np.save(tokens, random.standard_normal((8, 32)).astype(np.float32))
+    np.save(gate, random.standard_normal((8, 32)).astype(np.float32))
+    arguments = ["demo", "--input", str(tokens), "--gate", str(gate), "--ranks", "5"]
+    assert main(arguments) == 2
+    assert f"--ranks: must divide the 8 experts of {gate}, got 5" in capsys.readouterr().err
+    assert main([*arguments, "--experts", "8"]) == 2
+    assert "--experts: must divide evenly over 5 ranks, got 8" in capsys.readouterr().err

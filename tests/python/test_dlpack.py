@@ -344,3 +344,55 @@ def test_dlpack_is_preferred(cuda: list[tuple[int, int, int]]) -> None:
 
     array = np.zeros((2, 8), np.float32)
     assert read(Both(array)).tensor.data == array.ctypes.data
+
+
+# ---- what looks like an array and is none --------------------------------------------------------
+
+
+def test_a_mask_is_not_ignored() -> None:
+    refused(
+        np.ma.masked_invalid(np.zeros((2, 8), np.float32)), r"an array without a mask .*, got MaskedArray"
+    )
+
+
+@pytest.mark.parametrize("capsule", [5, None, "dltensor"], ids=repr)
+def test_a_producer_that_exports_no_capsule(capsule: Any) -> None:
+    class Liar(Producer):
+        def __dlpack__(self, **_: Any) -> Any:
+            return capsule
+
+    refused(Liar(np.zeros(8, np.float32)), "an array that exports DLPack, got Liar: ")
+
+
+def test_a_producer_of_a_consumed_capsule() -> None:
+    array = np.zeros(8, np.float32)
+    capsule = array.__dlpack__()
+
+    class Once(Producer):
+        def __dlpack__(self, **_: Any) -> Any:
+            return capsule
+
+    np.from_dlpack(Once(array))
+    refused(Once(array), "an array that exports DLPack, got Once: .*used_dltensor")
+
+
+@pytest.mark.parametrize("device", [5, (1,), (1, 2, 3), ("a", "b"), None], ids=repr)
+def test_a_producer_without_a_device(device: Any) -> None:
+    refused(Producer(np.zeros(8, np.float32), device=device), "an array that exports DLPack, got Producer: ")
+
+
+@pytest.mark.parametrize(
+    "change", [{"shape": 5}, {"shape": ("a",)}, {"data": 7}, {"data": None}, {"typestr": "?!"}], ids=repr
+)
+def test_a_malformed_cuda_array_interface(cuda: list[tuple[int, int, int]], change: dict[str, Any]) -> None:
+    refused(CudaArrayInterface(**change), "an array that exports __cuda_array_interface__, got Cuda")
+
+
+def test_torch_tensors_that_memory_does_not_hold(framework: Framework) -> None:
+    torch = framework("torch")
+    refused(torch.empty((2, 8), device="meta"), "an array that exports DLPack, got Tensor: ")
+    negative = torch.zeros((2, 8), dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+    refused(negative, r"a tensor that memory holds as it is \(see .resolve_neg\(\)\), got is_neg")
+    read(negative.resolve_neg().contiguous())
+    refused(torch.zeros((2, 8), dtype=torch.complex64).conj(), r"resolve_conj\(\)")

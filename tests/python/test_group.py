@@ -4,7 +4,9 @@ ends."""
 
 from __future__ import annotations
 
+import collections
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -868,3 +870,205 @@ def test_chains_of_arrays(group: Group, framework: Framework) -> None:
     expert_out = torch.from_dlpack(received.data) * 2
     result = handle.combine(expert_out, slot_weights=received.weights)
     assert torch.from_dlpack(result).shape == (TOKENS, HIDDEN)
+
+
+# ---- finalizers, and arguments of the wrong kind -------------------------------------------------
+
+
+def test_a_finalizer_may_run_inside_a_finalizer(run_clean: Callable[..., str]) -> None:
+    """A signal handler drops handles between any two steps of the thread that drops handles too. A lock in
+    the way would hang here; the alarm that goes off then ends the process."""
+    out = run_clean(
+        """
+        import faulthandler, signal, time
+        import nvte_ep
+
+        faulthandler.dump_traceback_later(60, exit=True)
+        comm = nvte_ep.Communicator.threads(1)[0]
+        group = nvte_ep.Group(comm, num_experts=4, hidden=64, max_tokens_per_rank=4)
+        spare = [group.handle(top_k=1) for _ in range(400)]
+        orphans = []
+
+        def drop(*_):
+            if spare:
+                spare.pop()
+            if orphans:
+                orphans.pop()
+
+        signal.signal(signal.SIGALRM, drop)
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 2e-4)
+        end = time.monotonic() + 20
+        while spare and time.monotonic() < end:
+            group.handle(top_k=1)
+        other = nvte_ep.Group(comm, num_experts=4, hidden=64, max_tokens_per_rank=4)
+        mine = [other.handle(top_k=1) for _ in range(200)]
+        orphans += [other.handle(top_k=1) for _ in range(200)]
+        other.close()
+        while mine:
+            mine.pop()
+        while orphans and time.monotonic() < end:
+            pass
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        group.close()
+        print(len(spare), len(orphans))
+        """
+    )
+    assert out == "0 0\n"
+
+
+def test_a_finalizer_takes_no_lock() -> None:
+    """The same without luck: a handle dies at every step of what runs when another one dies or a group
+    closes."""
+    group = open_group()
+    spare = [group.handle(top_k=1, alignment=1) for _ in range(120)]
+    steps: collections.Counter[str] = collections.Counter()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        name = frame.f_code.co_name
+        if name in ("handle_died", "take_pointer", "bury_handles") and steps[name] < 30:
+            steps[name] += 1
+            sys.settrace(None)
+            spare.pop()
+            sys.settrace(trace)
+        return trace
+
+    def die() -> None:
+        sys.settrace(trace)
+        spare.pop()
+        group.handle(top_k=1, alignment=1)
+        group.close()
+        spare.pop()
+
+    thread = threading.Thread(target=die, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert set(steps) == {"handle_died", "take_pointer", "bury_handles"}
+    assert len(spare) == 118 - steps.total()
+    assert group._state.pointer is None
+    spare.clear()
+    assert not group._state.dead_handles
+
+
+def test_the_pointer_is_taken_once(group: Group) -> None:
+    state = group._state
+    pointer = state.take_pointer()
+    assert pointer is not None
+    assert state.take_pointer() is None
+    state.pointer = pointer
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"zero_copy": None}, "zero_copy"),
+        ({"zero_copy": "yes"}, "zero_copy"),
+        ({"allocator": 5}, "allocator"),
+        ({"allocator": (1,)}, "allocator"),
+        ({"allocator": (1, 2)}, "allocator"),
+        ({"allocator": (print, print, print)}, "allocator"),
+        ({"device": ("a", "b")}, "device"),
+        ({"num_experts": "4"}, "num_experts"),
+    ],
+    ids=repr,
+)
+def test_group_arguments_of_the_wrong_kind(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=rf"nvte_ep_group_create: {named}: expected"):
+        open_group(**change)
+
+
+def test_arguments_of_the_wrong_kind(group: Group) -> None:
+    nobody: Any = "comm"
+    nothing: Any = None
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"comm: expected a Communicator, got str"):
+        Group(nobody, **SETTINGS)
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"comm: expected a Communicator, got str"):
+        Group.memory(nobody, **SETTINGS)
+    for memory in (np.zeros(3), None, 7):
+        with pytest.raises(
+            nvte_ep.InvalidArgumentError, match=r"nvte_ep_mem_free: memory: expected the Array"
+        ):
+            group.mem_free(memory)  # type: ignore[arg-type]
+    handle, _, indices, _ = make(group)
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"out: expected a Routing, got str"):
+        handle.prepare(indices, out=nobody)
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"accumulate: expected True or False"):
+        handle.combine(tokens_of(CAPACITY), out=tokens_of(), accumulate=nothing)
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"expert_out: expected \[slots, H\], got None"):
+        handle.combine(None)
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"topk_idx: expected an array without a mask"):
+        handle.prepare(np.ma.masked_less(indices, 0))
+
+
+@pytest.mark.parametrize("receive", ["rows", "operand"])
+def test_a_dtype_is_for_decoded_tokens(group: Group, receive: str) -> None:
+    handle, *_ = make(group, dispatch="nvfp4", combine_backward="nvfp4")
+    for send in (handle.dispatch, handle.combine_backward):
+        with pytest.raises(
+            nvte_ep.InvalidArgumentError, match=rf'dtype: expected None with receive="{receive}"'
+        ):
+            send(tokens_of(), receive=receive, dtype="float32")
+        send(tokens_of(), receive=receive)
+        with pytest.raises(nvte_ep.InvalidArgumentError, match=r"columnwise: expected False with receive"):
+            send(tokens_of(), receive="decoded", columnwise=True)
+        with pytest.raises(nvte_ep.InvalidArgumentError, match=r"out: expected float16, as dtype says"):
+            send(tokens_of(), receive="decoded", dtype="float16", out=tokens_of(CAPACITY))
+        assert send(tokens_of(), receive="decoded").data.dtype == "bfloat16"
+
+
+def test_an_eager_prepare_whose_arrays_are_too_small() -> None:
+    """The routing is set by then: the totals are those of the new one, and the handle goes on with it."""
+    indices, _ = routing_of()
+    model = Model(indices, capacity=1 << 20)
+    with open_group(recv_capacity=0) as group:
+        handle = group.handle(top_k=TOP_K, alignment=ALIGNMENT)
+        handle.prepare(indices[:2])
+        few = handle.slots
+        for name, array in (("slot_source", np.zeros(1, np.int64)), ("slot_expert", np.zeros(1, np.int32))):
+            out = Routing(**{name: array})
+            with pytest.raises(nvte_ep.InvalidArgumentError, match=name):
+                handle.prepare(indices, out=out)
+            assert (handle.slots, handle.num_tokens, out.total) == (model.total, TOKENS, model.total)
+            assert few != model.total
+        received = handle.dispatch(tokens_of(), receive="decoded", dtype="float32").data
+        assert received.shape == (model.total, HIDDEN)
+        assert handle.combine(received).shape == (TOKENS, HIDDEN)
+        with pytest.raises(nvte_ep.InvalidArgumentError):  # refused before anything was set
+            handle.prepare([[0, 1, 2]])
+        assert (handle.slots, handle.num_tokens) == (model.total, TOKENS)
+
+
+def test_symmetric_memory_after_its_end() -> None:
+    group = open_group()
+    freed, memory = group.mem_alloc(256), group.mem_alloc(4096)
+    part = memory[:1024].view("float32")
+    group.mem_free(freed)
+    with pytest.raises(nvte_ep.BadStateError, match=r"memory is gone: mem_free"):
+        freed.numpy()
+    assert part.numpy().shape == (256,)
+    group.close()
+    for use in (
+        lambda: np.asarray(memory),
+        lambda: np.from_dlpack(part),
+        lambda: part.pointer,
+        lambda: memory[0],
+        lambda: nvte_ep.mxfp8_pack(part.reshape(8, 32)),
+    ):
+        with pytest.raises(nvte_ep.BadStateError, match=r"memory is gone: its group was closed"):
+            use()
+    assert "4096" in repr(memory)
+
+
+def test_symmetric_memory_keeps_a_dropped_group() -> None:
+    """Without close() an array made from the memory is enough to keep it."""
+    group = open_group()
+    alive = weakref.ref(group)
+    array = np.asarray(group.mem_alloc(4096))
+    del group
+    gc.collect()
+    array[...] = 7
+    assert alive() is not None
+    assert array.sum() == 7 * 4096
+    del array
+    gc.collect()
+    assert alive() is None

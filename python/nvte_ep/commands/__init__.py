@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, parser=command)
     return parser
 
 
@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command: 0, or 1 where it failed. A wrong argument exits with 2, as argparse does."""
     _limit_blas_threads()
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:  # argparse itself would print the usage of nvte-ep, whatever the command
+        getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         if arguments.version:
             _print_version()

@@ -77,12 +77,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "activations",
     )
     what.add_argument("--tokens", type=_positive, metavar="N", help="only the first N tokens")
-    what.add_argument("--experts", type=_positive, metavar="E", help="of all ranks (64, or as --gate has)")
+    what.add_argument(
+        "--experts",
+        type=_positive,
+        metavar="E",
+        help="of all ranks, a multiple of --ranks (as many as --gate has; without it 64, or the most below "
+        "that --ranks divides)",
+    )
     what.add_argument("--top-k", type=_positive, metavar="K", help="experts of a token (8)")
     what.add_argument("--ffn", type=_positive, default=128, metavar="F", help="width of an expert (128)")
     what.add_argument("--seed", type=int, default=0, help="of experts and stochastic rounding (0)")
     how = parser.add_argument_group("how it runs")
-    how.add_argument("--ranks", type=_positive, default=4, metavar="N", help="threads of this process (4)")
+    how.add_argument(
+        "--ranks",
+        type=_positive,
+        default=4,
+        metavar="N",
+        help="threads of this process; the experts are divided evenly among them (4)",
+    )
     how.add_argument(
         "--formats",
         metavar="LIST",
@@ -146,7 +158,9 @@ def _own_data(arguments: argparse.Namespace) -> Data:
 def _load(path: Path, option: str) -> NDArray[Any]:
     try:
         array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except OSError as error:  # its own text may name the file again
+        raise UsageError(f"{option}: {path}: {error.strerror or error}") from error
+    except ValueError as error:
         raise UsageError(f"{option}: {path}: {error}") from error
     if not isinstance(array, np.ndarray):
         raise UsageError(f"{option}: {path}: expected one array (.npy), got an archive")
@@ -210,6 +224,10 @@ def _make_layer(arguments: argparse.Namespace) -> tuple[Data, Layer]:
     if hidden % multiple:
         raise UsageError(f"--input: {arguments.input}: H must be a multiple of {multiple}, got {hidden}")
     if experts % ranks:
+        if arguments.experts is None:  # then the router says how many
+            raise UsageError(
+                f"--ranks: must divide the {experts} experts of {arguments.gate or 'the router'}, got {ranks}"
+            )
         raise UsageError(f"--experts: must divide evenly over {ranks} ranks, got {experts}")
     if top_k > experts:
         raise UsageError(f"--top-k: at most {experts}, the number of experts, got {top_k}")

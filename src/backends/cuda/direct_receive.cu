@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(kThreads, 3) find_exponents(const ReceiveArgum
   const int blocks = static_cast<int>(cluster.num_blocks());
   const int rank = static_cast<int>(cluster.block_rank());
   const int32_t expert = static_cast<int32_t>(blockIdx.x / blocks);
-  const Slab slab =
-      find_slab<kThreads>(a.counts, nullptr, [expert](int32_t e, int64_t, int64_t) { return e == expert; });
+  const Slab slab = find_slab<kThreads>(a.counts, nullptr, [expert](int32_t e, int64_t, int64_t) { return e == expert; });
   const int64_t first = static_cast<int64_t>(rank) * kThreads + threadIdx.x;
   const int64_t step = static_cast<int64_t>(blocks) * kThreads;
 
@@ -72,13 +71,11 @@ __global__ void __launch_bounds__(kThreads, 3) find_exponents(const ReceiveArgum
     live = largest > 0;
     k = live ? static_cast<int>(largest) + Nvfp4::kMinExponent - 1 : Nvfp4::kMinExponent;
     column_k = k + 2;
-    const bool wants_columns =
-        a.tiles || a.columnwise_amax != nullptr || a.columnwise_expert_scale != nullptr;
+    const bool wants_columns = a.tiles || a.columnwise_amax != nullptr || a.columnwise_expert_scale != nullptr;
     if (wants_columns && live && !a.options.column_max) {
       uint32_t largest_sum = 0;
 #pragma unroll 2
-      for (int64_t i = first - lane_id(); i < slab.rows;
-           i += step) {  // whole warps: two blocks of 16 rows each
+      for (int64_t i = first - lane_id(); i < slab.rows; i += step) {  // whole warps: two blocks of 16 rows each
         const int64_t row = i + lane_id();
         int exponent;
         uint32_t sum = 0;
@@ -106,8 +103,7 @@ __global__ void __launch_bounds__(kThreads, 3) find_exponents(const ReceiveArgum
   }
 
   const uint8_t byte = illegal ? kIllegalExponent : static_cast<uint8_t>(k - Nvfp4::kMinExponent);
-  const uint8_t column_byte =
-      illegal ? kIllegalExponent : static_cast<uint8_t>(column_k - Nvfp4::kMinExponent);
+  const uint8_t column_byte = illegal ? kIllegalExponent : static_cast<uint8_t>(column_k - Nvfp4::kMinExponent);
   const int parts = a.tiles ? a.column_groups : kPatchesPerTile;
   const int64_t owners = (slab.rows + kScaleTileRows - 1) / kScaleTileRows * parts;
   for (int64_t i = first; i < owners; i += step) {
@@ -202,14 +198,12 @@ __global__ void __launch_bounds__(kThreads, 3) receive_rows(const ReceiveArgumen
         if (left < 16) v = first_bytes(v, left);
         if constexpr (kNvfp4) {
           const RowRescale rescale(token_scale[q], exponent);
-          v = make_uint4(rescale(v.x, &misfit), rescale(v.y, &misfit), rescale(v.z, &misfit),
-                         rescale(v.w, &misfit));
+          v = make_uint4(rescale(v.x, &misfit), rescale(v.y, &misfit), rescale(v.z, &misfit), rescale(v.w, &misfit));
           if (left < 16) v = first_bytes(v, left);
         }
         scales.row[q] = v;
         if (a.linear) {
-          store16(a.linear_scale(slab, band * kScaleTileRows + row, column), v, a.columns % 16 == 0 ? 16 : 1,
-                  left);
+          store16(a.linear_scale(slab, band * kScaleTileRows + row, column), v, a.columns % 16 == 0 ? 16 : 1, left);
         }
       }
       if (!a.linear) store_patch(a.band_tiles(slab, band), a.columns, patch, column, scales);
@@ -221,8 +215,7 @@ __global__ void __launch_bounds__(kThreads, 3) receive_rows(const ReceiveArgumen
 }  // namespace
 
 Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexView& rows_per_expert,
-                             const OperandView& operand, const CodecOptions& options,
-                             const LaunchContext& context) {
+                             const OperandView& operand, const CodecOptions& options, const LaunchContext& context) {
   const OperandShape& shape = operand.shape;
   if (!rows.packed || alignment_of(rows.payload, rows.payload_stride) < 16) {
     return invalid_argument("rows: expected packed rows at multiples of 16 bytes");

@@ -48,20 +48,19 @@ __device__ __forceinline__ void store_token_scale(const QuantizeArguments& a, in
 
 // ---- NVFP4 -----------------------------------------------------------------------------------------------------------------
 
-constexpr int kUnits = 2;   // blocks of 16 that a lane has of a row
-constexpr int kStages = 3;  // rows on the way or at work in each group of warps
+constexpr int kUnits = 2;      // blocks of 16 that a lane has of a row
+constexpr int kStages = 3;     // rows on the way or at work in each group of warps
 constexpr int kMaxThreads = 512;
 constexpr int kLoneWarps = 8;  // rows of one warp each that share a thread block
 
 // Codes of a row whose largest magnitude is known. largest: FP32 bits, above infinity's if there is a NaN.
 struct RowScale {
   int k;
-  bool zero;  // zero bytes throughout
+  bool zero;    // zero bytes throughout
   bool finite;
   bool illegal;  // the tensor scale is none: the row reads as NaN
 
-  __device__ __forceinline__ RowScale(const TensorScale& tensor_scale, uint32_t largest,
-                                      uint32_t largest_number)
+  __device__ __forceinline__ RowScale(const TensorScale& tensor_scale, uint32_t largest, uint32_t largest_number)
       : k(tensor_scale.kind == Nvfp4::ScaleKind::kLive ? tensor_scale.exponent
                                                        : Nvfp4::token_exponent(bits_float(largest_number))),
         zero(largest == 0),
@@ -74,19 +73,17 @@ struct RowScale {
   }
 };
 
-__device__ __forceinline__ Philox4 row_random(const QuantizeArguments& a, int64_t row, int64_t block,
-                                              uint64_t seed, uint64_t offset) {
+__device__ __forceinline__ Philox4 row_random(const QuantizeArguments& a, int64_t row, int64_t block, uint64_t seed,
+                                              uint64_t offset) {
   const uint64_t blocks = static_cast<uint64_t>(a.rows.hidden) / Nvfp4::kBlock;
-  return random_block(
-      seed, offset, RandomStream::kRow,
-      (a.options.row_id_base + static_cast<uint64_t>(row)) * blocks + static_cast<uint64_t>(block));
+  return random_block(seed, offset, RandomStream::kRow,
+                      (a.options.row_id_base + static_cast<uint64_t>(row)) * blocks + static_cast<uint64_t>(block));
 }
 
 // One block of any row, at any alignment.
 template <typename Token, bool kStochastic>
-__device__ __forceinline__ void store_nvfp4_block(const QuantizeArguments& a, const Block16<Token>& x,
-                                                  int64_t row, int64_t block, const RowScale& scale,
-                                                  uint64_t seed, uint64_t offset) {
+__device__ __forceinline__ void store_nvfp4_block(const QuantizeArguments& a, const Block16<Token>& x, int64_t row,
+                                                  int64_t block, const RowScale& scale, uint64_t seed, uint64_t offset) {
   uint2 codes = make_uint2(0, 0);
   uint32_t b = scale.illegal ? 0x7Fu : 0u;
   if (!scale.illegal && !scale.zero) {
@@ -130,8 +127,7 @@ struct Unit {
 
 // Tokens at multiples of 16 bytes, payload at multiples of 8.
 template <typename Token, bool kStochastic>
-__global__ void __maxnreg__(kStochastic ? 80 : 64)
-    quantize_nvfp4_rows(const QuantizeArguments a, int warps_per_row) {
+__global__ void __maxnreg__(kStochastic ? 80 : 64) quantize_nvfp4_rows(const QuantizeArguments a, int warps_per_row) {
   using U = Unit<Token>;
   extern __shared__ __align__(128) uint8_t ring[];
   __shared__ uint32_t exchange[2][kMaxWarps];
@@ -171,8 +167,7 @@ __global__ void __maxnreg__(kStochastic ? 80 : 64)
       for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
         for (int i = 0; i < U::kChunksPerLane; ++i) {
-          if (copies >> (u * U::kChunksPerLane + i) & 1u)
-            copy_async16(to + u * U::kBytes + i * 512, from + i * 512);
+          if (copies >> (u * U::kChunksPerLane + i) & 1u) copy_async16(to + u * U::kBytes + i * 512, from + i * 512);
         }
         from += warps_per_row * U::kBytes;
       }
@@ -231,8 +226,7 @@ __global__ void __maxnreg__(kStochastic ? 80 : 64)
       for (int u = 0; u < kUnits; ++u) {
         const int block = first_block + u * block_step;
         if (block >= blocks) break;
-        store_nvfp4_block<Token, kStochastic>(a, U::read(tokens + u * U::kBytes), row, block, scale, seed,
-                                              offset);
+        store_nvfp4_block<Token, kStochastic>(a, U::read(tokens + u * U::kBytes), row, block, scale, seed, offset);
       }
     }
     if (warp_in_row == 0) store_token_scale(a, row, scale.token_scale(tensor_scale, a.options.saturate));
@@ -304,17 +298,14 @@ __device__ __forceinline__ uint4 encode_mxfp8_half(const Block16<Token>& x, uint
   uint32_t codes[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    codes[i] =
-        floats_to_e4m3x2(mul_rn(x.value(4 * i), multiplier), mul_rn(x.value(4 * i + 1), multiplier)) |
-        (floats_to_e4m3x2(mul_rn(x.value(4 * i + 2), multiplier), mul_rn(x.value(4 * i + 3), multiplier))
-         << 16);
+    codes[i] = floats_to_e4m3x2(mul_rn(x.value(4 * i), multiplier), mul_rn(x.value(4 * i + 1), multiplier)) |
+               (floats_to_e4m3x2(mul_rn(x.value(4 * i + 2), multiplier), mul_rn(x.value(4 * i + 3), multiplier)) << 16);
   }
   return make_uint4(codes[0], codes[1], codes[2], codes[3]);
 }
 
 template <typename Token, bool kAligned>
-__global__ void __launch_bounds__(256, 4)
-    quantize_mxfp8_rows(const QuantizeArguments a, const RowThreads threads) {
+__global__ void __launch_bounds__(256, 4) quantize_mxfp8_rows(const QuantizeArguments a, const RowThreads threads) {
   constexpr int kInFlight = 2;
   const int token_alignment = kAligned ? 16 : a.token_alignment;
   const int payload_alignment = kAligned ? 16 : a.payload_alignment;
@@ -358,8 +349,7 @@ __global__ void __launch_bounds__(256, 4)
 
 // Eight elements a thread; BF16 tokens keep their bytes, NaN payloads too.
 template <typename Token>
-__global__ void __launch_bounds__(256, 4)
-    quantize_bf16_rows(const QuantizeArguments a, const RowThreads threads) {
+__global__ void __launch_bounds__(256, 4) quantize_bf16_rows(const QuantizeArguments a, const RowThreads threads) {
   const int64_t count = rows_in_use(a.rows.rows, a.options);
   const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
   const int first_chunk = static_cast<int>(threadIdx.x) % threads.threads_per_row;
@@ -422,8 +412,7 @@ __global__ void __launch_bounds__(256, 4) assemble_rows(const AssembleArguments 
         if (tensor_scale.kind == Nvfp4::ScaleKind::kZero) {
           bits = *reinterpret_cast<const uint32_t*>(a.apart.token_scales + row * a.apart.token_scale_stride);
         } else {
-          bits = tensor_scale.kind == Nvfp4::ScaleKind::kLive ? float_bits(exp2_int(tensor_scale.exponent))
-                                                              : kNanBits;
+          bits = tensor_scale.kind == Nvfp4::ScaleKind::kLive ? float_bits(exp2_int(tensor_scale.exponent)) : kNanBits;
         }
       }
       store_row_tail(a.layout, to, bits);
@@ -441,13 +430,11 @@ Status launch_nvfp4(const QuantizeArguments& a, const LaunchContext& context) {
   if (warps_per_row * kWarp > kMaxThreads || a.token_alignment < 16 || a.payload_alignment < 8) {
     shape.threads = static_cast<int>(std::min<int64_t>(kMaxThreads, round_up(blocks, kWarp)));
     shape.blocks = a.rows.rows;
-    return launch_kernel<quantize_nvfp4_wide_rows<Token, kStochastic>>("quantize_nvfp4_wide_rows", context,
-                                                                       shape, a);
+    return launch_kernel<quantize_nvfp4_wide_rows<Token, kStochastic>>("quantize_nvfp4_wide_rows", context, shape, a);
   }
   const int64_t rows_per_block = warps_per_row == 1 ? kLoneWarps : 1;
   shape.threads = static_cast<int>(warps_per_row * rows_per_block * kWarp);
-  shape.shared_bytes =
-      static_cast<int>(warps_per_row * rows_per_block) * kStages * kUnits * Unit<Token>::kBytes;
+  shape.shared_bytes = static_cast<int>(warps_per_row * rows_per_block) * kStages * kUnits * Unit<Token>::kBytes;
   int registers;
   NVTE_EP_TRY((prepare_kernel<quantize_nvfp4_rows<Token, kStochastic>>(context, &registers)));
   shape.blocks = std::min((a.rows.rows + rows_per_block - 1) / rows_per_block,
@@ -460,16 +447,13 @@ template <typename Token>
 Status launch_tokens(int32_t format, const QuantizeArguments& a, const LaunchContext& context) {
   switch (format) {
     case NVTE_EP_FORMAT_NVFP4:
-      return a.options.stochastic ? launch_nvfp4<Token, true>(a, context)
-                                  : launch_nvfp4<Token, false>(a, context);
+      return a.options.stochastic ? launch_nvfp4<Token, true>(a, context) : launch_nvfp4<Token, false>(a, context);
     case NVTE_EP_FORMAT_MXFP8: {
       const RowThreads threads = row_threads(a.rows.hidden / 16);
       const LaunchShape shape = row_launch(threads, a.rows.rows);
       return a.token_alignment >= 16 && a.payload_alignment >= 16
-                 ? launch_kernel<quantize_mxfp8_rows<Token, true>>("quantize_mxfp8_rows", context, shape, a,
-                                                                   threads)
-                 : launch_kernel<quantize_mxfp8_rows<Token, false>>("quantize_mxfp8_rows", context, shape, a,
-                                                                    threads);
+                 ? launch_kernel<quantize_mxfp8_rows<Token, true>>("quantize_mxfp8_rows", context, shape, a, threads)
+                 : launch_kernel<quantize_mxfp8_rows<Token, false>>("quantize_mxfp8_rows", context, shape, a, threads);
     }
     default: {
       const RowThreads threads = row_threads(a.rows.hidden / 8);
@@ -481,8 +465,8 @@ Status launch_tokens(int32_t format, const QuantizeArguments& a, const LaunchCon
 
 }  // namespace
 
-Status launch_quantize(int32_t format, const TensorView& tokens, const RowsView& rows,
-                       const CodecOptions& options, const LaunchContext& context) {
+Status launch_quantize(int32_t format, const TensorView& tokens, const RowsView& rows, const CodecOptions& options,
+                       const LaunchContext& context) {
   QuantizeArguments a{};
   a.tokens = static_cast<const uint8_t*>(tokens.data);
   a.token_stride = tokens.stride * dtype_bytes(tokens.dtype);
@@ -501,19 +485,18 @@ Status launch_quantize(int32_t format, const TensorView& tokens, const RowsView&
   }
 }
 
-Status launch_assemble(int32_t format, const RowsView& apart, const RowsView& packed,
-                       const CodecOptions& options, const LaunchContext& context) {
+Status launch_assemble(int32_t format, const RowsView& apart, const RowsView& packed, const CodecOptions& options,
+                       const LaunchContext& context) {
   AssembleArguments a{};
   a.apart = apart;
   a.packed = packed;
   a.layout = row_layout(*find_format(format), apart.hidden);
   a.options = options;
   if (format != NVTE_EP_FORMAT_NVFP4) a.options.tensor_scale = nullptr;
-  a.payload_alignment = alignment_of(apart.payload, apart.payload_stride,
-                                     reinterpret_cast<int64_t>(packed.payload), packed.payload_stride);
-  a.scales_alignment =
-      alignment_of(apart.scales, apart.scales_stride, reinterpret_cast<int64_t>(packed.payload),
-                   packed.payload_stride, a.layout.payload_bytes);
+  a.payload_alignment = alignment_of(apart.payload, apart.payload_stride, reinterpret_cast<int64_t>(packed.payload),
+                                     packed.payload_stride);
+  a.scales_alignment = alignment_of(apart.scales, apart.scales_stride, reinterpret_cast<int64_t>(packed.payload),
+                                    packed.payload_stride, a.layout.payload_bytes);
   LaunchShape shape;
   shape.blocks = apart.rows;
   shape.threads = 256;

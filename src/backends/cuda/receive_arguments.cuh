@@ -15,8 +15,8 @@
 
 namespace nvte_ep {
 
-constexpr int kTileColumns = 256;  // columns of tokens that a block of the tile kernels has in shared memory
-constexpr int kGroupColumns = 1024;  // and that it works through
+constexpr int kTileColumns = 256;       // columns of tokens that a block of the tile kernels has in shared memory
+constexpr int kGroupColumns = 1024;     // and that it works through
 constexpr uint8_t kIllegalExponent = 255;
 
 struct ReceiveArguments {
@@ -47,45 +47,38 @@ struct ReceiveArguments {
     return scales + (slab.first_tile + band) * ((columns + 3) / 4) * device::kTileBytes;
   }
   // Rowwise scale (row of the slab, column) where scales are linear.
-  __device__ __forceinline__ uint8_t* linear_scale(const device::Slab& slab, int64_t row,
-                                                   int64_t column) const {
+  __device__ __forceinline__ uint8_t* linear_scale(const device::Slab& slab, int64_t row, int64_t column) const {
     return scales + (slab.first_row + row) * columns + column;
   }
   // Columnwise scales of a slab, blocks of kBlock tokens.
   template <int kBlock>
   __device__ __forceinline__ uint8_t* column_scales(const device::Slab& slab) const {
-    return columnwise_scales +
-           (linear ? slab.first_row / kBlock * hidden
-                   : slab.first_tile * kScaleTileRows / kBlock * round_up(hidden, kScaleTileRows));
+    return columnwise_scales + (linear ? slab.first_row / kBlock * hidden
+                                       : slab.first_tile * kScaleTileRows / kBlock * round_up(hidden, kScaleTileRows));
   }
   // Tile of scales (h / 128, token block / 4) of a slab.
   template <int kBlock>
-  __device__ __forceinline__ uint8_t* column_tile(const device::Slab& slab, int64_t h_tile,
-                                                  int64_t block_tile) const {
+  __device__ __forceinline__ uint8_t* column_tile(const device::Slab& slab, int64_t h_tile, int64_t block_tile) const {
     return column_scales<kBlock>(slab) +
            (h_tile * ((slab.rows / kBlock + 3) / 4) + block_tile) * device::kTileBytes;
   }
 
   // Where the rowwise exponent travels: to the owner of a patch, or of the tiles of a column group.
-  __device__ __forceinline__ uint8_t* patch_exponent(const device::Slab& slab, int64_t band,
-                                                     int patch) const {
+  __device__ __forceinline__ uint8_t* patch_exponent(const device::Slab& slab, int64_t band, int patch) const {
     const int64_t row = patch * device::kPatchRows;
     return linear ? linear_scale(slab, band * kScaleTileRows + row, 0) : band_tiles(slab, band) + row * 16;
   }
-  __device__ __forceinline__ uint8_t* group_exponent(const device::Slab& slab, int64_t band,
-                                                     int group) const {
+  __device__ __forceinline__ uint8_t* group_exponent(const device::Slab& slab, int64_t band, int group) const {
     const int64_t column = static_cast<int64_t>(group) * kGroupColumns / Nvfp4::kBlock;
     return linear ? linear_scale(slab, band * kScaleTileRows, column)
                   : band_tiles(slab, band) + column / 4 * device::kTileBytes;
   }
   // Where the columnwise exponent does.
-  __device__ __forceinline__ uint8_t* column_exponent(const device::Slab& slab, int64_t band,
-                                                      int group) const {
+  __device__ __forceinline__ uint8_t* column_exponent(const device::Slab& slab, int64_t band, int group) const {
     const int64_t h = static_cast<int64_t>(group) * kGroupColumns;
     const int64_t block = band * kScaleTileRows / Nvfp4::kBlock;
     if (columnwise_scales == nullptr) {
-      return columnwise_payload + slab.first_row * hidden / 2 + h * (slab.rows / 2) +
-             block * Nvfp4::kBlock / 2;
+      return columnwise_payload + slab.first_row * hidden / 2 + h * (slab.rows / 2) + block * Nvfp4::kBlock / 2;
     }
     return linear ? column_scales<Nvfp4::kBlock>(slab) + h * (slab.rows / Nvfp4::kBlock) + block
                   : column_tile<Nvfp4::kBlock>(slab, h / kScaleTileRows, block / 4);

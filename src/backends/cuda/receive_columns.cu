@@ -41,8 +41,7 @@ struct Band {
 };
 
 template <typename Format>
-__device__ __forceinline__ void fetch(const ReceiveArguments& a, const Band& b, int64_t column,
-                                      uint8_t* stage) {
+__device__ __forceinline__ void fetch(const ReceiveArguments& a, const Band& b, int64_t column, uint8_t* stage) {
   if (column < a.hidden) {
 #pragma unroll
     for (int i = 0; i < kBand * Stage<Format>::kRowChunks / kThreads; ++i) {
@@ -50,9 +49,8 @@ __device__ __forceinline__ void fetch(const ReceiveArguments& a, const Band& b, 
       const int row = index / Stage<Format>::kRowChunks;
       const int64_t at = column * Format::kPayloadBits / 8 + index % Stage<Format>::kRowChunks * 16;
       if (row < b.rows && at < a.layout.payload_bytes) {
-        copy_async16(
-            shared_address(stage + Stage<Format>::row_place(row) + index % Stage<Format>::kRowChunks * 16),
-            b.from + row * a.row_stride + at);
+        copy_async16(shared_address(stage + Stage<Format>::row_place(row) + index % Stage<Format>::kRowChunks * 16),
+                     b.from + row * a.row_stride + at);
       }
     }
     // Scales of 256 columns: 16 or 8 bytes of a row. A row of MXFP8 scales is not always aligned to 16 there.
@@ -103,8 +101,7 @@ __device__ __forceinline__ void store_rowwise(const ReceiveArguments& a, const B
     if (row >= b.rows) continue;
     const uint32_t mask = left >= 4 ? 0xFFFFFFFFu : (1u << (8 * left)) - 1u;
     word[q] = *reinterpret_cast<const uint32_t*>(stage + Stage<Format>::kCodesBytes +
-                                                 row * Stage<Format>::kScaleColumns + threadIdx.x / 32 * 4) &
-              mask;
+                                                 row * Stage<Format>::kScaleColumns + threadIdx.x / 32 * 4) & mask;
     if constexpr (std::is_same_v<Format, Nvfp4>) {
       word[q] = RowRescale(a.token_scale(b.first_row + row), exponent)(word[q], misfit) & mask;
     }
@@ -168,9 +165,8 @@ struct ColumnScaling {
 
 // Four columns of a token block, by the butterflies of the definition: column 8 * word + 2 * i + odd, i < 4.
 template <bool kStochastic>
-__device__ __forceinline__ void transform_columns(const uint8_t* stage, const float* units, int block,
-                                                  int word, int odd, int64_t first_column,
-                                                  int64_t token_block, const ColumnScaling& c,
+__device__ __forceinline__ void transform_columns(const uint8_t* stage, const float* units, int block, int word, int odd,
+                                                  int64_t first_column, int64_t token_block, const ColumnScaling& c,
                                                   const ColumnTile& out) {
   const SecondLevel second(c.k, c.round_up);
 #pragma unroll 1
@@ -201,8 +197,7 @@ __device__ __forceinline__ void transform_columns(const uint8_t* stage, const fl
                               c.stream | (static_cast<uint64_t>(first_column + column) << 32) |
                                   static_cast<uint64_t>(token_block));
       }
-      codes = encode_nvfp4_block<Bf16Token, kStochastic>(y, bits_float(largest), true, second, random.word,
-                                                         &scale);
+      codes = encode_nvfp4_block<Bf16Token, kStochastic>(y, bits_float(largest), true, second, random.word, &scale);
     }
     *reinterpret_cast<uint2*>(out.codes_at(column, block)) = codes;
     *out.scale_at(column, block) = static_cast<uint8_t>(scale);
@@ -241,27 +236,22 @@ __device__ __forceinline__ bool transform_on_tensor_cores(const uint8_t* stage, 
 
   uint32_t unit_pair[2];
   {
-    const auto scaled = [&](uint32_t u) {
-      return u == 0 ? 0u : u + (static_cast<uint32_t>(253 - exponent) << 23);
-    };
+    const auto scaled = [&](uint32_t u) { return u == 0 ? 0u : u + (static_cast<uint32_t>(253 - exponent) << 23); };
     unit_pair[0] = pick_bytes(scaled(unit[0]), scaled(unit[1]), 0x7632);
     unit_pair[1] = pick_bytes(scaled(unit[2]), scaled(unit[3]), 0x7632);
   }
   // A result is y * 2^shift: units hold 16 times the row's scale, that is 64 times the quarter of it.
   const int shift = exponent - 127 - 6;
-  const SecondLevel second(max(-60, min(60, c.k - shift)),
-                           c.round_up);  // beyond, every block scale is 448 or 0
+  const SecondLevel second(max(-60, min(60, c.k - shift)), c.round_up);  // beyond, every block scale is 448 or 0
 #pragma unroll 1
   for (int group = 0; group < 2; ++group) {
     uint32_t codes[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint8_t* at =
-          stage + Stage<Nvfp4>::row_place(block * 16 + token(i)) + column_block * 8 + group * 4;
+      const uint8_t* at = stage + Stage<Nvfp4>::row_place(block * 16 + token(i)) + column_block * 8 + group * 4;
       codes[i] = columns_exist ? *reinterpret_cast<const uint32_t*>(at) : 0u;
     }
-    uint32_t
-        y[4][4];  // of each pair of columns: outputs 4t, 4t + 1 and 4t + 2, 4t + 3 of one, then of the other
+    uint32_t y[4][4];  // of each pair of columns: outputs 4t, 4t + 1 and 4t + 2, 4t + 3 of one, then of the other
     uint32_t largest[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -280,8 +270,7 @@ __device__ __forceinline__ bool transform_on_tensor_cores(const uint8_t* stage, 
       y[j][3] = bits_of(__floats2bfloat162_rn(d1.z, d1.w));
       const uint32_t first = Bf16Token::max_dropping_nan(y[j][0], y[j][1]);
       const uint32_t next = Bf16Token::max_dropping_nan(y[j][2], y[j][3]);
-      largest[j] =
-          Bf16Token::max_dropping_nan(pick_bytes(first, next, 0x5410), pick_bytes(first, next, 0x7632));
+      largest[j] = Bf16Token::max_dropping_nan(pick_bytes(first, next, 0x5410), pick_bytes(first, next, 0x7632));
     }
     // Lane t keeps the pair j = t, the other three give theirs to it.
     uint32_t mine;
@@ -306,13 +295,12 @@ __device__ __forceinline__ bool transform_on_tensor_cores(const uint8_t* stage, 
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int from = (lane_id() & ~3) | j;
-        const float m0 = __shfl_sync(kAllLanes, scaled[0], from),
-                    m1 = __shfl_sync(kAllLanes, scaled[1], from);
-        const uint32_t word =
-            nibbles_of_rounded(round_products(Bf16Token::lo(y[j][0]), Bf16Token::lo(y[j][1]), m0),
-                               round_products(Bf16Token::lo(y[j][2]), Bf16Token::lo(y[j][3]), m1),
-                               round_products(Bf16Token::hi(y[j][0]), Bf16Token::hi(y[j][1]), m0),
-                               round_products(Bf16Token::hi(y[j][2]), Bf16Token::hi(y[j][3]), m1));
+        const float m0 = __shfl_sync(kAllLanes, scaled[0], from), m1 = __shfl_sync(kAllLanes, scaled[1], from);
+        const uint32_t word = nibbles_of_rounded(
+            round_products(Bf16Token::lo(y[j][0]), Bf16Token::lo(y[j][1]), m0),
+            round_products(Bf16Token::lo(y[j][2]), Bf16Token::lo(y[j][3]), m1),
+            round_products(Bf16Token::hi(y[j][0]), Bf16Token::hi(y[j][1]), m0),
+            round_products(Bf16Token::hi(y[j][2]), Bf16Token::hi(y[j][3]), m1));
         uint8_t* to = out.codes_at(first_column + 2 * j, block) + 2 * t;
         *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(word);
         *reinterpret_cast<uint16_t*>(to + kTokenBlocks * 8) = static_cast<uint16_t>(word >> 16);
@@ -327,8 +315,8 @@ __device__ __forceinline__ bool transform_on_tensor_cores(const uint8_t* stage, 
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float m = __shfl_sync(kAllLanes, exact_multiplier[i], from);
-          const float x[4] = {Bf16Token::lo(y[j][2 * i]), Bf16Token::hi(y[j][2 * i]),
-                              Bf16Token::lo(y[j][2 * i + 1]), Bf16Token::hi(y[j][2 * i + 1])};
+          const float x[4] = {Bf16Token::lo(y[j][2 * i]), Bf16Token::hi(y[j][2 * i]), Bf16Token::lo(y[j][2 * i + 1]),
+                              Bf16Token::hi(y[j][2 * i + 1])};
           float v[4];
 #pragma unroll
           for (int n = 0; n < 4; ++n) v[n] = mul_rn(mul_rn(x[n], up), 0.015625f);
@@ -389,8 +377,7 @@ __device__ __forceinline__ void store_columnwise(const ReceiveArguments& a, cons
 }
 
 template <bool kStochastic>
-__global__ void __launch_bounds__(kThreads, kStochastic ? 2 : 3)
-    receive_tiles_nvfp4(const ReceiveArguments a) {
+__global__ void __launch_bounds__(kThreads, kStochastic ? 2 : 3) receive_tiles_nvfp4(const ReceiveArguments a) {
   extern __shared__ __align__(128) uint8_t shared[];
   using Layout = Stage<Nvfp4>;
   float* units = reinterpret_cast<float*>(shared + 2 * Layout::kBytes);
@@ -456,8 +443,8 @@ __global__ void __launch_bounds__(kThreads, kStochastic ? 2 : 3)
       if (block * Nvfp4::kBlock < b.rows && column + word * 8 < a.hidden) {
 #pragma unroll 1
         for (int odd = 0; odd < 2; ++odd) {
-          transform_columns<true>(stage, units, block, word, odd, column, b.first_row / Nvfp4::kBlock + block,
-                                  scaling, tile);
+          transform_columns<true>(stage, units, block, word, odd, column, b.first_row / Nvfp4::kBlock + block, scaling,
+                                  tile);
         }
       } else {
         for (int j = 0; j < 8; ++j) *tile.scale_at(word * 8 + j, block) = 0;
@@ -532,16 +519,14 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_mxfp8(const Receive
       const uint8_t* codes = stage + word * 4;
       const float* factor = factors + word / 8 * kBand + block * Mxfp8::kBlock;
       const auto values = [&](int i, float* x) {
-        const uint32_t c =
-            *reinterpret_cast<const uint32_t*>(codes + Layout::row_place(block * Mxfp8::kBlock + i));
+        const uint32_t c = *reinterpret_cast<const uint32_t*>(codes + Layout::row_place(block * Mxfp8::kBlock + i));
         const float2 lo = e4m3x2_to_floats(c & 0xFFFFu), hi = e4m3x2_to_floats(c >> 16);
         x[0] = mul_rn(lo.x, factor[i]);
         x[1] = mul_rn(lo.y, factor[i]);
         x[2] = mul_rn(hi.x, factor[i]);
         x[3] = mul_rn(hi.y, factor[i]);
       };
-      float amax[4] = {bits_float(kNanBits), bits_float(kNanBits), bits_float(kNanBits),
-                       bits_float(kNanBits)};
+      float amax[4] = {bits_float(kNanBits), bits_float(kNanBits), bits_float(kNanBits), bits_float(kNanBits)};
 #pragma unroll 8
       for (int i = 0; i < Mxfp8::kBlock; ++i) {  // fmaxf drops NaNs
         float x[4];
@@ -569,8 +554,8 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_mxfp8(const Receive
       }
     }
     if (a.columnwise_scales != nullptr && a.linear && active) {
-      *reinterpret_cast<uint32_t*>(a.column_scales<Mxfp8::kBlock>(b.slab) + (b.band * 4 + block) * a.hidden +
-                                   h) = scale_bytes;
+      *reinterpret_cast<uint32_t*>(a.column_scales<Mxfp8::kBlock>(b.slab) + (b.band * 4 + block) * a.hidden + h) =
+          scale_bytes;
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -582,9 +567,9 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_mxfp8(const Receive
     const int64_t h_tile = column / kScaleTileRows + threadIdx.x / 32;
     if (threadIdx.x < 64 && h_tile * kScaleTileRows < a.hidden) {
       const uint8_t* at = column_scales + (threadIdx.x / 32 * kScaleTileRows + r) * 4;
-      *reinterpret_cast<uint4*>(a.column_tile<Mxfp8::kBlock>(b.slab, h_tile, b.band) + r * 16) = make_uint4(
-          *reinterpret_cast<const uint32_t*>(at), *reinterpret_cast<const uint32_t*>(at + 32 * 4),
-          *reinterpret_cast<const uint32_t*>(at + 64 * 4), *reinterpret_cast<const uint32_t*>(at + 96 * 4));
+      *reinterpret_cast<uint4*>(a.column_tile<Mxfp8::kBlock>(b.slab, h_tile, b.band) + r * 16) =
+          make_uint4(*reinterpret_cast<const uint32_t*>(at), *reinterpret_cast<const uint32_t*>(at + 32 * 4),
+                     *reinterpret_cast<const uint32_t*>(at + 64 * 4), *reinterpret_cast<const uint32_t*>(at + 96 * 4));
     }
   }
   wait_copies<0>();
@@ -592,8 +577,7 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_mxfp8(const Receive
 
 }  // namespace
 
-Status launch_receive_tiles(int32_t format, const ReceiveArguments& a, int64_t tiles,
-                            const LaunchContext& context) {
+Status launch_receive_tiles(int32_t format, const ReceiveArguments& a, int64_t tiles, const LaunchContext& context) {
   LaunchShape shape;
   shape.blocks = tiles * a.column_groups;
   shape.threads = kThreads;
@@ -602,9 +586,8 @@ Status launch_receive_tiles(int32_t format, const ReceiveArguments& a, int64_t t
     return launch_kernel<receive_tiles_mxfp8>("receive_tiles_mxfp8", context, shape, a);
   }
   shape.shared_bytes = 2 * Stage<Nvfp4>::kBytes + kUnitsBytes + kColumnCodesBytes + kColumnScalesBytes;
-  return a.options.stochastic
-             ? launch_kernel<receive_tiles_nvfp4<true>>("receive_tiles_nvfp4", context, shape, a)
-             : launch_kernel<receive_tiles_nvfp4<false>>("receive_tiles_nvfp4", context, shape, a);
+  return a.options.stochastic ? launch_kernel<receive_tiles_nvfp4<true>>("receive_tiles_nvfp4", context, shape, a)
+                              : launch_kernel<receive_tiles_nvfp4<false>>("receive_tiles_nvfp4", context, shape, a);
 }
 
 }  // namespace nvte_ep
