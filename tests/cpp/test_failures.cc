@@ -259,6 +259,7 @@ TEST_P(Failures, HandlesOutliveTheirGroupAndSayBadState) {
 TEST_P(Failures, AFailedGroupIsDestroyedWithoutItsPeers) {
   run_ranks(2, [&](Rank& rank) {
     Member m(GetParam(), rank, kPatience);
+    require(m.prepare());
     if (rank.rank == 0) require(nvte_ep_group_abort(m.group.get()));
     const auto start = Clock::now();
     m.group = Group();
