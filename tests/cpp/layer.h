@@ -15,6 +15,8 @@ struct Venue {
   const Memory* memory = &host_memory();
 };
 
+inline void PrintTo(const Venue& venue, std::ostream* out) { *out << venue.name; }
+
 enum class Input { kTokens, kRows, kApart };
 enum class Capacity { kAmple, kEager, kNeed, kNeedLessUnit, kHalf, kUnit };
 
@@ -52,6 +54,8 @@ struct LayerCase {
   bool strided = false;     // gaps between rows, and more rows than needed where that is allowed
   bool no_outputs = false;  // prepare is asked for nothing
 };
+
+inline void PrintTo(const LayerCase& c, std::ostream* out) { *out << c.name; }
 
 constexpr float kTensorScale = 0x1p-6f;
 

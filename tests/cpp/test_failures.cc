@@ -272,8 +272,7 @@ TEST_P(Failures, AFailedGroupIsDestroyedWithoutItsPeers) {
   std::atomic<int> created{0};
   run_ranks(2, [&](Rank& rank) {
     Member m(GetParam(), rank, kPatience);
-    ++created;
-    while (rank.rank == 0 && created < 2) std::this_thread::yield();
+    require(m.prepare());
     if (rank.rank == 0) require(nvte_ep_group_abort(m.group.get()));
     const auto start = Clock::now();
     m.group = Group();

@@ -16,6 +16,7 @@ struct Setting {
   int32_t format;
   bool stochastic;
 };
+void PrintTo(const Setting& s, std::ostream* out) { *out << s.ranks << " ranks, format " << s.format; }
 using Row = std::tuple<Venue, Setting>;
 class Identities : public ::testing::TestWithParam<Row> {};
 
