@@ -56,7 +56,6 @@ class ObjectTable {
  private:
   mutable std::shared_mutex mutex_;
   std::unordered_map<Opaque*, std::shared_ptr<Object>> objects_;
-
 };
 
 // Never destroyed: objects may be alive at exit.

@@ -13,18 +13,20 @@ class HostBackend : public Backend {
 
   Status quantize(int32_t format, const TensorView& tokens, const RowsView& rows, const CodecOptions& options,
                   nvte_ep_stream_t stream) override;
-  Status dequantize(int32_t format, const RowsView& rows, const TensorView& tokens, const CodecOptions& options,
-                    const RowWeighting& weighting, nvte_ep_stream_t stream) override;
+  Status dequantize(int32_t format, const RowsView& rows, const TensorView& tokens,
+                    const CodecOptions& options, const RowWeighting& weighting,
+                    nvte_ep_stream_t stream) override;
   Status assemble(int32_t format, const RowsView& apart, const RowsView& packed, const CodecOptions& options,
                   nvte_ep_stream_t stream) override;
   Status direct_receive(int32_t format, const RowsView& rows, const IndexView& rows_per_expert,
-                        const OperandView& operand, const CodecOptions& options, nvte_ep_stream_t stream) override;
-  Status swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts, uint8_t* swizzled,
-                 bool inverse, nvte_ep_stream_t stream) override;
+                        const OperandView& operand, const CodecOptions& options,
+                        nvte_ep_stream_t stream) override;
+  Status swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts,
+                 uint8_t* swizzled, bool inverse, nvte_ep_stream_t stream) override;
   Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) override;
   Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) override;
-  Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values, const TensorView& out,
-                        nvte_ep_stream_t stream) override;
+  Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
+                        const TensorView& out, nvte_ep_stream_t stream) override;
   Status synchronize() override { return Status(); }
   Status preload() override { return Status(); }
   int32_t num_sms() const override { return 1; }
@@ -41,8 +43,8 @@ class HostBackend : public Backend {
                        int64_t* faults, nvte_ep_stream_t stream) override;
   int64_t route_workspace_bytes(const Route& route) const override;
   Status route(const Route& route, nvte_ep_stream_t stream) override;
-  Status copy_rows(void* to, int64_t to_stride, const void* from, int64_t from_stride, int64_t row_bytes, int64_t rows,
-                   nvte_ep_stream_t stream) override;
+  Status copy_rows(void* to, int64_t to_stride, const void* from, int64_t from_stride, int64_t row_bytes,
+                   int64_t rows, nvte_ep_stream_t stream) override;
   Status copy_words(void* to, const void* from, int64_t words_per_item, int64_t items, const IndexView& count,
                     nvte_ep_stream_t stream) override;
   Status write_index(const TensorView& out, const int64_t* counts, nvte_ep_stream_t stream) override;
@@ -60,7 +62,8 @@ class HostBackend : public Backend {
 // ---- shared by the files of the host backend ----
 
 inline int64_t load_index(const IndexView& view, int64_t i) {
-  return view.is_int64 ? static_cast<const int64_t*>(view.data)[i] : static_cast<const int32_t*>(view.data)[i];
+  return view.is_int64 ? static_cast<const int64_t*>(view.data)[i]
+                       : static_cast<const int32_t*>(view.data)[i];
 }
 
 inline void report(int32_t* findings, int32_t bits) {
@@ -71,7 +74,9 @@ inline void report(int32_t* findings, int32_t bits) {
 int64_t rows_in_use(int64_t rows, const CodecOptions& options);
 
 // Items of which a thread of its own is worth while, for items of the given elements.
-inline int64_t grain_of(int64_t elements_per_item) { return std::max<int64_t>(1, 65536 / (elements_per_item + 1)); }
+inline int64_t grain_of(int64_t elements_per_item) {
+  return std::max<int64_t>(1, 65536 / (elements_per_item + 1));
+}
 
 }  // namespace nvte_ep
 

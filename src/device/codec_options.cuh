@@ -10,7 +10,8 @@
 namespace nvte_ep::device {
 
 __device__ __forceinline__ int64_t load_index(const IndexView& view, int64_t i) {
-  return view.is_int64 ? static_cast<const int64_t*>(view.data)[i] : static_cast<const int32_t*>(view.data)[i];
+  return view.is_int64 ? static_cast<const int64_t*>(view.data)[i]
+                       : static_cast<const int32_t*>(view.data)[i];
 }
 
 __device__ __forceinline__ bool is_first_thread() { return blockIdx.x == 0 && threadIdx.x == 0; }

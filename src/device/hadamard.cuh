@@ -69,7 +69,8 @@ struct HadamardSigns {
 
  private:
   static __device__ __forceinline__ uint32_t one(uint32_t token, uint32_t output) {
-    const uint32_t negative = ((kHadamardSigns >> token) ^ static_cast<uint32_t>(__popc(token & output))) & 1u;
+    const uint32_t negative =
+        ((kHadamardSigns >> token) ^ static_cast<uint32_t>(__popc(token & output))) & 1u;
     return 0x3F80u | (negative << 15);
   }
 };

@@ -25,7 +25,6 @@ __device__ __forceinline__ uint4 load_once(const uint4* p) {
   return v;
 }
 
-
 // bytes of 16 (0 to 16, a multiple of alignment or of 1 byte) between memory of which alignment is known; the rest is zero.
 __device__ __forceinline__ uint4 load16(const void* from, int alignment, int bytes = 16) {
   uint4 v = make_uint4(0, 0, 0, 0);

@@ -36,22 +36,26 @@ __device__ __forceinline__ void store_patch(uint8_t* tiles, int64_t columns, int
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     if (column + 4 * j >= columns) break;
-    *reinterpret_cast<uint4*>(at + j * kTileBytes) = make_uint4(word_of(scales.row[0], j), word_of(scales.row[1], j),
-                                                                word_of(scales.row[2], j), word_of(scales.row[3], j));
+    *reinterpret_cast<uint4*>(at + j * kTileBytes) =
+        make_uint4(word_of(scales.row[0], j), word_of(scales.row[1], j), word_of(scales.row[2], j),
+                   word_of(scales.row[3], j));
   }
 }
 
-__device__ __forceinline__ PatchScales load_patch(const uint8_t* tiles, int64_t columns, int patch, int64_t column) {
+__device__ __forceinline__ PatchScales load_patch(const uint8_t* tiles, int64_t columns, int patch,
+                                                  int64_t column) {
   const uint8_t* at = tiles + (column / 4) * kTileBytes + patch_row(patch) * 16;
   uint4 piece[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    piece[j] = column + 4 * j < columns ? *reinterpret_cast<const uint4*>(at + j * kTileBytes) : make_uint4(0, 0, 0, 0);
+    piece[j] = column + 4 * j < columns ? *reinterpret_cast<const uint4*>(at + j * kTileBytes)
+                                        : make_uint4(0, 0, 0, 0);
   }
   PatchScales scales;
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
-    scales.row[q] = make_uint4(word_of(piece[0], q), word_of(piece[1], q), word_of(piece[2], q), word_of(piece[3], q));
+    scales.row[q] =
+        make_uint4(word_of(piece[0], q), word_of(piece[1], q), word_of(piece[2], q), word_of(piece[3], q));
   }
   return scales;
 }

@@ -21,20 +21,30 @@ struct FormatRow {
   int32_t columnwise_alignment;
 };
 
-#define NVTE_EP_FORMAT(id, NAME, Type) static_assert(NVTE_EP_FORMAT_##NAME == (id), #NAME " in formats.def and header");
+#define NVTE_EP_FORMAT(id, NAME, Type) \
+  static_assert(NVTE_EP_FORMAT_##NAME == (id), #NAME " in formats.def and header");
 #include "formats/formats.def"
 #undef NVTE_EP_FORMAT
 
 constexpr FormatRow kFormats[] = {
-#define NVTE_EP_FORMAT(id, NAME, Type)                                                                           \
-  {id, Type::kName, Type::kBlock, Type::kPayloadBits, Type::kScaleBytes, Type::kTokenScaleBytes,                 \
-   Type::kHiddenMultiple, Type::kOperandMultiple, Type::kColumnwiseAlignment},
+#define NVTE_EP_FORMAT(id, NAME, Type) \
+  {id,                                 \
+   Type::kName,                        \
+   Type::kBlock,                       \
+   Type::kPayloadBits,                 \
+   Type::kScaleBytes,                  \
+   Type::kTokenScaleBytes,             \
+   Type::kHiddenMultiple,              \
+   Type::kOperandMultiple,             \
+   Type::kColumnwiseAlignment},
 #include "formats/formats.def"
 #undef NVTE_EP_FORMAT
 };
 constexpr int32_t kNumFormats = static_cast<int32_t>(sizeof(kFormats) / sizeof(kFormats[0]));
 
-inline const FormatRow* find_format(int32_t id) { return id >= 0 && id < kNumFormats ? &kFormats[id] : nullptr; }
+inline const FormatRow* find_format(int32_t id) {
+  return id >= 0 && id < kNumFormats ? &kFormats[id] : nullptr;
+}
 
 // Calls function(Traits{}) with the trait type of a known format id.
 template <typename Function>

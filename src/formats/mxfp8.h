@@ -18,12 +18,11 @@ struct Mxfp8 {
 
   // Scale of a block from amax, the largest magnitude of its elements that are not NaN (NaN if all are): the smallest
   // power of two that brings amax to 448 or below.
-  static NVTE_EP_HD uint8_t scale(float amax) {
-    return float_to_e8m0_up(mul_rn(amax, 1.0f / 448.0f));
-  }
+  static NVTE_EP_HD uint8_t scale(float amax) { return float_to_e8m0_up(mul_rn(amax, 1.0f / 448.0f)); }
 
   // Quantises 32 elements, stride apart, to 32 codes, code_stride apart; returns the scale.
-  static NVTE_EP_HD uint8_t encode_block(const float* x, int64_t stride, uint8_t* codes, int64_t code_stride) {
+  static NVTE_EP_HD uint8_t encode_block(const float* x, int64_t stride, uint8_t* codes,
+                                         int64_t code_stride) {
     uint32_t amax = 0;  // magnitudes compare as their bits
     bool all_nan = true;
     for (int i = 0; i < kBlock; ++i) {
@@ -34,7 +33,8 @@ struct Mxfp8 {
     }
     const uint8_t code = scale(bits_float(all_nan ? kNanBits : amax));
     const float multiplier = e8m0_inverse(code);
-    for (int i = 0; i < kBlock; ++i) codes[i * code_stride] = float_to_e4m3(mul_rn(x[i * stride], multiplier));
+    for (int i = 0; i < kBlock; ++i)
+      codes[i * code_stride] = float_to_e4m3(mul_rn(x[i * stride], multiplier));
     return code;
   }
 

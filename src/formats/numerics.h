@@ -202,7 +202,8 @@ struct Philox4 {
   NVTE_EP_HD uint32_t byte(int i) const { return (word[i >> 2] >> (8 * (i & 3))) & 0xFFu; }
 };
 
-NVTE_EP_HD Philox4 philox4x32_10(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
+NVTE_EP_HD Philox4 philox4x32_10(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
+                                 uint32_t k1) {
   for (int round = 0; round < 10; ++round) {
     const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c0;
     const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
@@ -226,7 +227,8 @@ NVTE_EP_HD Philox4 philox4x32_10(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t
 // One draw serves the 16 elements of a block. Independent of launch geometry: the counter is the block's identity.
 enum class RandomStream : uint32_t { kRow = 0, kColumn = 1 };
 NVTE_EP_HD Philox4 random_block(uint64_t seed, uint64_t offset, RandomStream stream, uint64_t block_id) {
-  const uint32_t high = (static_cast<uint32_t>(offset >> 32) & 0x7FFFFFFFu) | (static_cast<uint32_t>(stream) << 31);
+  const uint32_t high =
+      (static_cast<uint32_t>(offset >> 32) & 0x7FFFFFFFu) | (static_cast<uint32_t>(stream) << 31);
   return philox4x32_10(static_cast<uint32_t>(offset), high, static_cast<uint32_t>(block_id),
                        static_cast<uint32_t>(block_id >> 32), static_cast<uint32_t>(seed),
                        static_cast<uint32_t>(seed >> 32));

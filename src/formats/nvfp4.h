@@ -92,7 +92,9 @@ struct Nvfp4 {
     if (kind == ScaleKind::kNan) return bits_float(kNanBits);
     return mul_rn(e4m3_to_float(scale_code & 0x7Fu), token_scale);
   }
-  static NVTE_EP_HD float decode(uint32_t code, float unit) { return canonical_nan(mul_rn(e2m1_to_float(code), unit)); }
+  static NVTE_EP_HD float decode(uint32_t code, float unit) {
+    return canonical_nan(mul_rn(e2m1_to_float(code), unit));
+  }
 
   // Term of one row in the L1 bound of an expert whose largest exponent is expert_k: 2^(24 - (expert_k - k)), at least 1.
   static NVTE_EP_HD uint32_t l1_term(int expert_k, int k) {

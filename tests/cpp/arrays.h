@@ -36,7 +36,8 @@ struct Memory {
   int32_t device_type;
   void* (*allocate)(size_t bytes);  // aligned to 256
   void (*release)(void* pointer);
-  void (*copy)(void* to, const void* from, size_t bytes);  // between it and the host, either way, after all work is done
+  void (*copy)(void* to, const void* from,
+               size_t bytes);  // between it and the host, either way, after all work is done
 };
 
 inline const Memory& host_memory() {
@@ -75,9 +76,10 @@ struct TypeInfo {
   uint8_t bits;
 };
 inline const TypeInfo& info_of(Type type) {
-  static const TypeInfo infos[] = {{"bfloat16", NVTE_EP_DTYPE_BFLOAT, 16}, {"float16", NVTE_EP_DTYPE_FLOAT, 16},
-                                   {"float32", NVTE_EP_DTYPE_FLOAT, 32},   {"uint8", NVTE_EP_DTYPE_UINT, 8},
-                                   {"int32", NVTE_EP_DTYPE_INT, 32},       {"int64", NVTE_EP_DTYPE_INT, 64}};
+  static const TypeInfo infos[] = {
+      {"bfloat16", NVTE_EP_DTYPE_BFLOAT, 16}, {"float16", NVTE_EP_DTYPE_FLOAT, 16},
+      {"float32", NVTE_EP_DTYPE_FLOAT, 32},   {"uint8", NVTE_EP_DTYPE_UINT, 8},
+      {"int32", NVTE_EP_DTYPE_INT, 32},       {"int64", NVTE_EP_DTYPE_INT, 64}};
   return infos[static_cast<int>(type)];
 }
 inline int64_t item_bytes(Type type) { return info_of(type).bits / 8; }
@@ -115,7 +117,8 @@ inline uint16_t to_float16(float x) {
   if (std::isnan(x)) return 0x7E00;
   const double magnitude = std::fabs(round_to_precision(x, 11, -24));
   if (magnitude >= 65536.0) return sign | 0x7C00;
-  if (magnitude < std::ldexp(1.0, -14)) return static_cast<uint16_t>(sign | static_cast<int>(std::ldexp(magnitude, 24)));
+  if (magnitude < std::ldexp(1.0, -14))
+    return static_cast<uint16_t>(sign | static_cast<int>(std::ldexp(magnitude, 24)));
   int exponent;
   const double fraction = std::frexp(magnitude, &exponent);  // [0.5, 1)
   const int mantissa = static_cast<int>(std::ldexp(fraction, 11)) - 1024;
@@ -160,7 +163,9 @@ inline std::vector<float> decode(Type type, const Bytes& bytes) {
   return values;
 }
 // What of x is left in an array of the type.
-inline std::vector<float> rounded(Type type, const std::vector<float>& x) { return decode(type, encode(type, x)); }
+inline std::vector<float> rounded(Type type, const std::vector<float>& x) {
+  return decode(type, encode(type, x));
+}
 
 inline Bytes encode_index(Type type, const std::vector<int64_t>& values) {
   Bytes bytes(values.size() * static_cast<size_t>(item_bytes(type)));
@@ -236,7 +241,8 @@ class Array {
   void set(const Bytes& content) {
     ASSERT_LE(content.size(), static_cast<size_t>(rows_) * row_bytes());
     for (size_t at = 0, r = 0; at < content.size(); at += row_bytes(), ++r) {
-      memory_->copy(data() + row_start(static_cast<int64_t>(r)), &content[at], std::min(row_bytes(), content.size() - at));
+      memory_->copy(data() + row_start(static_cast<int64_t>(r)), &content[at],
+                    std::min(row_bytes(), content.size() - at));
     }
   }
   Bytes get() const {
@@ -272,7 +278,9 @@ class Array {
 
  private:
   static constexpr size_t kGuard = 256;
-  std::ptrdiff_t row_start(int64_t r) const { return static_cast<std::ptrdiff_t>(r * pitch_ * item_bytes(type_)); }
+  std::ptrdiff_t row_start(int64_t r) const {
+    return static_cast<std::ptrdiff_t>(r * pitch_ * item_bytes(type_));
+  }
   size_t row_bytes() const { return static_cast<size_t>(columns_ * item_bytes(type_)); }
 
   const Memory* memory_ = nullptr;
@@ -285,7 +293,8 @@ class Array {
 };
 
 // Names the first elements that differ by their coordinates. columns 0: one dimension.
-inline void expect_bytes(const std::string& what, const Bytes& expected, const Bytes& got, int64_t item, int64_t columns) {
+inline void expect_bytes(const std::string& what, const Bytes& expected, const Bytes& got, int64_t item,
+                         int64_t columns) {
   ASSERT_EQ(expected.size(), got.size()) << what;
   if (expected == got) return;
   const auto hex = [&](const Bytes& bytes, size_t at) {
@@ -360,7 +369,8 @@ inline std::vector<float> random_tokens(Random* random, int64_t tokens, int64_t 
     const float size = random->chance(0.05) ? 0.0f : std::ldexp(1.0f, static_cast<int>(random->below(9)) - 4);
     for (int64_t h = 0; h < hidden; ++h) {
       const float outlier = h % 29 == 7 ? 16.0f : 1.0f;
-      x[static_cast<size_t>(t * hidden + h)] = random->chance(0.05) ? 0.0f : random->normal() * size * outlier;
+      x[static_cast<size_t>(t * hidden + h)] =
+          random->chance(0.05) ? 0.0f : random->normal() * size * outlier;
     }
   }
   return x;

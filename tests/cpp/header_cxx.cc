@@ -32,14 +32,17 @@ long HEADER_USER() {
   nvte_ep_combine_args_t combine = NVTE_EP_COMBINE_ARGS_INIT;
   nvte_ep_dispatch_backward_args_t dispatch_backward = NVTE_EP_DISPATCH_BACKWARD_ARGS_INIT;
   nvte_ep_combine_backward_args_t combine_backward = NVTE_EP_COMBINE_BACKWARD_ARGS_INIT;
-  const bool defaults = is_default(tensor) && is_default(options) && is_default(format) && is_default(operand_config) &&
-                        is_default(layout) && is_default(operand) && is_default(comm) && is_default(group) && is_default(memory) &&
-                        is_default(group_info) && is_default(error) && is_default(handle) && is_default(prepare) &&
-                        is_default(dispatch) && is_default(combine) && is_default(dispatch_backward) && is_default(combine_backward);
+  const bool defaults = is_default(tensor) && is_default(options) && is_default(format) &&
+                        is_default(operand_config) && is_default(layout) && is_default(operand) &&
+                        is_default(comm) && is_default(group) && is_default(memory) &&
+                        is_default(group_info) && is_default(error) && is_default(handle) &&
+                        is_default(prepare) && is_default(dispatch) && is_default(combine) &&
+                        is_default(dispatch_backward) && is_default(combine_backward);
   const unsigned char bytes[6] = {0, 1, 2, 3, 4, 5};
   tensor = nvte_ep_tensor_2d(bytes, 2, 3, NVTE_EP_DTYPE_UINT, 8, NVTE_EP_DEVICE_CPU, 0);
   const nvte_ep_tensor_t line = nvte_ep_tensor_1d(bytes, 6, NVTE_EP_DTYPE_UINT, 8, NVTE_EP_DEVICE_CPU, 0);
-  const bool helpers = tensor.ndim == 2 && tensor.shape[0] == 2 && tensor.shape[1] == 3 && line.ndim == 1 && line.shape[0] == 6 &&
-                       tensor.data == static_cast<const void*>(bytes) && nvte_ep_abi_version() == NVTE_EP_ABI_VERSION;
+  const bool helpers = tensor.ndim == 2 && tensor.shape[0] == 2 && tensor.shape[1] == 3 && line.ndim == 1 &&
+                       line.shape[0] == 6 && tensor.data == static_cast<const void*>(bytes) &&
+                       nvte_ep_abi_version() == NVTE_EP_ABI_VERSION;
   return defaults && helpers ? __cplusplus : 0;
 }

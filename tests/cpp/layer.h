@@ -461,7 +461,8 @@ class LayerRank {
                       const std::vector<float>& before) const {
     std::vector<float> all;
     for (int64_t t = 0; t < in_->tokens; ++t) {
-      const std::vector<float> sum = sum_token(&places()[static_cast<size_t>(t * c_.top_k)], c_.top_k, values, c_.hidden, format);
+      const std::vector<float> sum =
+          sum_token(&places()[static_cast<size_t>(t * c_.top_k)], c_.top_k, values, c_.hidden, format);
       all.insert(all.end(), sum.begin(), sum.end());
     }
     for (size_t i = 0; c_.accumulate && i < all.size(); ++i) all[i] = before[i] + all[i];

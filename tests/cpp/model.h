@@ -26,7 +26,8 @@ inline RowParts row_parts(int32_t format, int64_t hidden) {
     case NVTE_EP_FORMAT_MXFP8:
       return {hidden, hidden / 32, 0, up(hidden + hidden / 32, 16)};
     case NVTE_EP_FORMAT_NVFP4:
-      return {hidden / 2, hidden / 16, up(hidden / 2 + hidden / 16, 4), up(up(hidden / 2 + hidden / 16, 4) + 4, 16)};
+      return {hidden / 2, hidden / 16, up(hidden / 2 + hidden / 16, 4),
+              up(up(hidden / 2 + hidden / 16, 4) + 4, 16)};
     default:
       return {2 * hidden, 0, 0, up(2 * hidden, 16)};
   }
@@ -85,7 +86,8 @@ inline ApartRows quantize(int32_t format, Type type, const std::vector<float>& x
     if (options == nullptr || options->tensor_scale == nullptr) {
       token_scales = Array(host_memory(), Type::kFloat32, {tokens});
     }
-    require(nvte_ep_nvfp4_quantize(in.tensor(), payload.tensor(), scales.tensor(), token_scales.tensor(), options, nullptr));
+    require(nvte_ep_nvfp4_quantize(in.tensor(), payload.tensor(), scales.tensor(), token_scales.tensor(),
+                                   options, nullptr));
   }
   return {payload.get(), scales.get(), token_scales.get()};
 }
@@ -100,9 +102,9 @@ inline Bytes assemble(int32_t format, const ApartRows& apart, int64_t hidden, fl
     std::copy_n(apart.payload.begin() + t * parts.payload, parts.payload, row);
     std::copy_n(apart.scales.begin() + t * parts.scales, parts.scales, row + parts.payload);
     if (format != NVTE_EP_FORMAT_NVFP4) continue;
-    const Bytes token_scale = apart.token_scales.empty()
-                                  ? bytes_of(std::vector<float>{tensor_scale})
-                                  : Bytes(apart.token_scales.begin() + 4 * t, apart.token_scales.begin() + 4 * t + 4);
+    const Bytes token_scale = apart.token_scales.empty() ? bytes_of(std::vector<float>{tensor_scale})
+                                                         : Bytes(apart.token_scales.begin() + 4 * t,
+                                                                 apart.token_scales.begin() + 4 * t + 4);
     std::copy_n(token_scale.begin(), 4, row + parts.token_scale_at);
   }
   return rows;
@@ -158,7 +160,8 @@ inline int64_t count_faults(const RankInputs& in, int top_k, int64_t num_experts
 }
 
 // capacity 0: whatever is needed.
-inline Routed route(const Step& step, int rank, int experts_per_rank, int top_k, int64_t alignment, int64_t capacity) {
+inline Routed route(const Step& step, int rank, int experts_per_rank, int top_k, int64_t alignment,
+                    int64_t capacity) {
   const auto bounded = [&](int64_t offset) { return capacity == 0 ? offset : std::min(offset, capacity); };
   Routed r;
   r.row_offsets = r.scale_row_offsets = {0};
@@ -196,14 +199,16 @@ struct SlotPlace {  // rank -1: the copy was not sent, or was dropped
   int64_t slot = -1;
 };
 // Where every rank's copies went: [T, K] of each.
-inline std::vector<std::vector<SlotPlace>> places_of(const std::vector<Routed>& routed, const Step& step, int top_k) {
+inline std::vector<std::vector<SlotPlace>> places_of(const std::vector<Routed>& routed, const Step& step,
+                                                     int top_k) {
   std::vector<std::vector<SlotPlace>> places;
   for (const RankInputs& in : step.ranks) places.emplace_back(static_cast<size_t>(in.tokens * top_k));
   for (int rank = 0; rank < static_cast<int>(routed.size()); ++rank) {
     const std::vector<SlotCopy>& slots = routed[static_cast<size_t>(rank)].slots;
     for (size_t s = 0; s < slots.size(); ++s) {
       if (slots[s].source < 0) continue;
-      places[static_cast<size_t>(slots[s].source)][static_cast<size_t>(slots[s].token * top_k + slots[s].k)] = {rank, static_cast<int64_t>(s)};
+      places[static_cast<size_t>(slots[s].source)][static_cast<size_t>(slots[s].token * top_k + slots[s].k)] =
+          {rank, static_cast<int64_t>(s)};
     }
   }
   return places;
@@ -219,12 +224,13 @@ struct SlotValues {
 
 // One token's result of combine: FP32, in order of k, each product and each sum rounded. In mxfp8 every rank's partial sum
 // crosses as one row, in order of ranks.
-inline std::vector<float> sum_token(const SlotPlace* places, int top_k, const std::vector<SlotValues>& values, int64_t hidden,
-                                    int32_t format) {
+inline std::vector<float> sum_token(const SlotPlace* places, int top_k, const std::vector<SlotValues>& values,
+                                    int64_t hidden, int32_t format) {
   const auto add = [&](const SlotPlace& place, std::vector<float>* sum) {
     const SlotValues& at = values[static_cast<size_t>(place.rank)];
     for (int64_t h = 0; h < hidden; ++h) {
-      volatile float term = at.x[static_cast<size_t>(place.slot * hidden + h)];  // volatile: rounded to FP32 here
+      volatile float term =
+          at.x[static_cast<size_t>(place.slot * hidden + h)];  // volatile: rounded to FP32 here
       if (!at.weights.empty()) term = at.weights[static_cast<size_t>(place.slot)] * term;
       volatile float& total = (*sum)[static_cast<size_t>(h)];
       total = total + term;
@@ -246,7 +252,8 @@ inline std::vector<float> sum_token(const SlotPlace* places, int top_k, const st
       any = true;
     }
     if (!any) continue;
-    partial = decode(Type::kFloat32, unpack(format, pack(format, Type::kFloat32, partial, hidden), hidden, Type::kFloat32));
+    partial = decode(Type::kFloat32,
+                     unpack(format, pack(format, Type::kFloat32, partial, hidden), hidden, Type::kFloat32));
     for (size_t h = 0; h < sum.size(); ++h) sum[h] += partial[h];
   }
   return sum;

@@ -99,7 +99,8 @@ inline void run_ranks(int size, const std::function<void(Rank&)>& body) {
 constexpr int64_t kMillisecond = 1'000'000;
 constexpr int64_t kPatience = 60'000 * kMillisecond;  // of tests in which every rank arrives
 
-inline nvte_ep_group_config_t group_config(int num_experts, int64_t hidden, int64_t max_tokens, int64_t recv_capacity) {
+inline nvte_ep_group_config_t group_config(int num_experts, int64_t hidden, int64_t max_tokens,
+                                           int64_t recv_capacity) {
   nvte_ep_group_config_t config = NVTE_EP_GROUP_SETTINGS_INIT;
   config.num_experts = num_experts;
   config.hidden = hidden;

@@ -16,12 +16,15 @@ TEST(Header, CompilesAndMeansTheSameInEveryStandard) {
 }
 
 TEST(Library, VersionsAndNames) {
-  EXPECT_EQ(nvte_ep_version(), NVTE_EP_VERSION_MAJOR * 10000 + NVTE_EP_VERSION_MINOR * 100 + NVTE_EP_VERSION_PATCH);
+  EXPECT_EQ(nvte_ep_version(),
+            NVTE_EP_VERSION_MAJOR * 10000 + NVTE_EP_VERSION_MINOR * 100 + NVTE_EP_VERSION_PATCH);
   EXPECT_EQ(nvte_ep_abi_version(), NVTE_EP_ABI_VERSION);
-  const char* const names[] = {"OK", "INVALID_ARGUMENT", "UNSUPPORTED", "BAD_STATE", "OUT_OF_MEMORY", "CUDA", "TRANSPORT",
-                               "PEER_FAILED", "TIMEOUT", "OVERFLOW", "ABI_MISMATCH", "INTERNAL"};
+  const char* const names[] = {
+      "OK",        "INVALID_ARGUMENT", "UNSUPPORTED", "BAD_STATE", "OUT_OF_MEMORY", "CUDA",
+      "TRANSPORT", "PEER_FAILED",      "TIMEOUT",     "OVERFLOW",  "ABI_MISMATCH",  "INTERNAL"};
   for (int32_t status = 0; status < 12; ++status) EXPECT_STREQ(nvte_ep_status_name(status), names[status]);
-  for (int32_t status : {-1, 12, 1000, std::numeric_limits<int32_t>::min()}) EXPECT_STREQ(nvte_ep_status_name(status), "UNKNOWN");
+  for (int32_t status : {-1, 12, 1000, std::numeric_limits<int32_t>::min()})
+    EXPECT_STREQ(nvte_ep_status_name(status), "UNKNOWN");
 }
 
 TEST(Library, BuildInfoIsOneLivingText) {
@@ -30,20 +33,23 @@ TEST(Library, BuildInfoIsOneLivingText) {
   require(nvte_ep_build_info(&first));
   require(nvte_ep_build_info(&second));
   EXPECT_EQ(first, second);
-  for (const char* part : {"\"version\"", "\"abi_version\": 1", "\"formats\"", "\"bf16\"", "\"mxfp8\"", "\"nvfp4\"", "\"backends\"",
-                           "\"host\"", "\"cuda\"", "\"transports\"", "\"threads\"", "\"peer\"", "\"nccl_ep\"", "\"nccl\""}) {
+  for (const char* part : {"\"version\"", "\"abi_version\": 1", "\"formats\"", "\"bf16\"", "\"mxfp8\"",
+                           "\"nvfp4\"", "\"backends\"", "\"host\"", "\"cuda\"", "\"transports\"",
+                           "\"threads\"", "\"peer\"", "\"nccl_ep\"", "\"nccl\""}) {
     EXPECT_NE(std::string(first).find(part), std::string::npos) << part << " in " << first;
   }
 }
 
 TEST(LastError, BelongsToItsThreadAndEndsWithASuccess) {
   int64_t bytes = 0;
-  expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_row_bytes(NVTE_EP_FORMAT_NVFP4, 7, &bytes), {"nvte_ep_row_bytes: hidden: ", "16", "7"});
+  expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_row_bytes(NVTE_EP_FORMAT_NVFP4, 7, &bytes),
+                {"nvte_ep_row_bytes: hidden: ", "16", "7"});
   const std::string mine = nvte_ep_last_error();
   std::thread([] {
     EXPECT_STREQ(nvte_ep_last_error(), "");
     int64_t ignored = 0;
-    expect_status(NVTE_EP_STATUS_UNSUPPORTED, nvte_ep_row_bytes(99, 16, &ignored), {"nvte_ep_row_bytes: format: "});
+    expect_status(NVTE_EP_STATUS_UNSUPPORTED, nvte_ep_row_bytes(99, 16, &ignored),
+                  {"nvte_ep_row_bytes: format: "});
   }).join();
   EXPECT_EQ(mine, nvte_ep_last_error()) << "another thread's failure is not this one's";
   require(nvte_ep_row_bytes(NVTE_EP_FORMAT_NVFP4, 16, &bytes));

@@ -30,12 +30,12 @@ class Block {
 };
 
 struct TensorArgument {
-  std::string name;              // as texts name it
-  nvte_ep_tensor_t** pointer;    // where the call reads it from
-  bool required = true;          // NULL is wrong
-  int64_t alignment = 0;         // of its base, in bytes; 0: its element
-  bool free_rows = false;        // any number of rows (elements of a 1-d tensor) is right
-  bool at_least = false;         // more rows than needed are right
+  std::string name;            // as texts name it
+  nvte_ep_tensor_t** pointer;  // where the call reads it from
+  bool required = true;        // NULL is wrong
+  int64_t alignment = 0;       // of its base, in bytes; 0: its element
+  bool free_rows = false;      // any number of rows (elements of a 1-d tensor) is right
+  bool at_least = false;       // more rows than needed are right
 };
 
 struct StructArgument {
@@ -69,7 +69,8 @@ struct Call {
     for (Array* array : arrays) before.push_back(array->get());
     const nvte_ep_status_t got = call();
     expect_status(status, got, {function + ": ", argument}, function + " " + argument + " " + what);
-    for (size_t i = 0; i < arrays.size(); ++i) EXPECT_EQ(before[i], arrays[i]->get()) << function << " " << argument << " " << what << " wrote";
+    for (size_t i = 0; i < arrays.size(); ++i)
+      EXPECT_EQ(before[i], arrays[i]->get()) << function << " " << argument << " " << what << " wrote";
   }
 
   void expect_refusals() const {
@@ -88,7 +89,8 @@ struct Call {
  private:
   void refuse_tensor(const TensorArgument& argument) const {
     nvte_ep_tensor_t* const right = *argument.pointer;
-    const auto with = [&](const std::string& what, nvte_ep_status_t status, const std::function<void(nvte_ep_tensor_t*)>& change) {
+    const auto with = [&](const std::string& what, nvte_ep_status_t status,
+                          const std::function<void(nvte_ep_tensor_t*)>& change) {
       nvte_ep_tensor_t wrong = *right;
       change(&wrong);
       *argument.pointer = &wrong;
@@ -101,9 +103,11 @@ struct Call {
       expect(invalid, argument.name, "NULL", run);
     }
     with("data NULL", invalid, [](nvte_ep_tensor_t* t) { t->data = nullptr; });
-    with("dtype float64", invalid, [](nvte_ep_tensor_t* t) { t->dtype_code = NVTE_EP_DTYPE_FLOAT, t->dtype_bits = 64; });
+    with("dtype float64", invalid,
+         [](nvte_ep_tensor_t* t) { t->dtype_code = NVTE_EP_DTYPE_FLOAT, t->dtype_bits = 64; });
     with("dtype code 77", invalid, [](nvte_ep_tensor_t* t) { t->dtype_code = 77; });
-    with("int16", invalid, [](nvte_ep_tensor_t* t) { t->dtype_code = NVTE_EP_DTYPE_INT, t->dtype_bits = 16; });
+    with("int16", invalid,
+         [](nvte_ep_tensor_t* t) { t->dtype_code = NVTE_EP_DTYPE_INT, t->dtype_bits = 16; });
     with("lanes", invalid, [](nvte_ep_tensor_t* t) { t->dtype_lanes = 4; });
     with("ndim 0", invalid, [](nvte_ep_tensor_t* t) { t->ndim = 0; });
     with("ndim -1", invalid, [](nvte_ep_tensor_t* t) { t->ndim = -1; });
@@ -137,7 +141,8 @@ struct Call {
     }
     const int64_t alignment = argument.alignment > 0 ? argument.alignment : right->dtype_bits / 8;
     if (alignment > 1) {
-      with("unaligned", invalid, [&](nvte_ep_tensor_t* t) { t->data = static_cast<uint8_t*>(t->data) + alignment / 2; });
+      with("unaligned", invalid,
+           [&](nvte_ep_tensor_t* t) { t->data = static_cast<uint8_t*>(t->data) + alignment / 2; });
     }
     with("device type 77", invalid, [](nvte_ep_tensor_t* t) { t->device_type = 77; });
     with("struct_size 0", invalid, [](nvte_ep_tensor_t* t) { t->struct_size = 0; });
@@ -159,7 +164,8 @@ struct Call {
 
   void refuse_struct(const StructArgument& argument) const {
     const uint8_t* bytes = static_cast<const uint8_t*>(argument.value);
-    const auto with = [&](const std::string& what, size_t size, nvte_ep_status_t status, const std::function<void(uint8_t*)>& change) {
+    const auto with = [&](const std::string& what, size_t size, nvte_ep_status_t status,
+                          const std::function<void(uint8_t*)>& change) {
       std::unique_ptr<uint8_t[]> copy(new uint8_t[size]());
       std::memcpy(copy.get(), bytes, std::min(size, argument.size));
       const uint32_t written = static_cast<uint32_t>(size);
@@ -173,7 +179,8 @@ struct Call {
     }
     with("struct_size 4", 4, NVTE_EP_STATUS_INVALID_ARGUMENT, nothing);
     with("struct_size V1 - 1", argument.v1_size - 1, NVTE_EP_STATUS_INVALID_ARGUMENT, nothing);
-    with("dirty tail", argument.size + 16, NVTE_EP_STATUS_UNSUPPORTED, [&](uint8_t* copy) { copy[argument.size + 15] = 1; });
+    with("dirty tail", argument.size + 16, NVTE_EP_STATUS_UNSUPPORTED,
+         [&](uint8_t* copy) { copy[argument.size + 15] = 1; });
     with("struct_size 2^31", argument.size, NVTE_EP_STATUS_INVALID_ARGUMENT, [](uint8_t* copy) {
       const uint32_t huge = 0x80000000u;
       std::memcpy(copy, &huge, sizeof(huge));
@@ -194,7 +201,9 @@ void expect_longer_struct_accepted(const StructArgument& argument) {
 template <typename Struct>
 StructArgument struct_argument(const std::string& name, const Struct* value, size_t v1_size,
                                std::function<nvte_ep_status_t(const Struct*)> call, bool required = true) {
-  return {name, [call](void* other) { return call(static_cast<const Struct*>(other)); }, value, sizeof(Struct), v1_size, required};
+  return {name,    [call](void* other) { return call(static_cast<const Struct*>(other)); },
+          value,   sizeof(Struct),
+          v1_size, required};
 }
 
 nvte_ep_stream_t some_stream() { return reinterpret_cast<nvte_ep_stream_t>(uintptr_t{0x1000}); }
@@ -209,31 +218,41 @@ struct CodecArguments {
   explicit CodecArguments(int32_t codec_format)
       : format(codec_format),
         parts(row_parts(codec_format, kHidden)),
-        tokens(host_memory(), Type::kFloat32, {kRows, kHidden}, encode(Type::kFloat32, std::vector<float>(kRows * kHidden, 1.5f))),
-        rows(host_memory(), Type::kUInt8, {kRows, parts.bytes}, Bytes(static_cast<size_t>(kRows * parts.bytes), 0)),
-        payload(host_memory(), Type::kUInt8, {kRows, parts.payload}, Bytes(static_cast<size_t>(kRows * parts.payload), 0)),
-        scales(host_memory(), Type::kUInt8, {kRows, parts.scales}, Bytes(static_cast<size_t>(kRows * parts.scales), 0)),
+        tokens(host_memory(), Type::kFloat32, {kRows, kHidden},
+               encode(Type::kFloat32, std::vector<float>(kRows * kHidden, 1.5f))),
+        rows(host_memory(), Type::kUInt8, {kRows, parts.bytes},
+             Bytes(static_cast<size_t>(kRows * parts.bytes), 0)),
+        payload(host_memory(), Type::kUInt8, {kRows, parts.payload},
+                Bytes(static_cast<size_t>(kRows * parts.payload), 0)),
+        scales(host_memory(), Type::kUInt8, {kRows, parts.scales},
+               Bytes(static_cast<size_t>(kRows * parts.scales), 0)),
         token_scales(host_memory(), Type::kFloat32, {kRows}, bytes_of(std::vector<float>(kRows, 1.0f))),
         rng(host_memory(), Type::kInt64, {2}, bytes_of(std::vector<int64_t>{1, 2})),
         tensor_scale(host_memory(), Type::kFloat32, {1}, bytes_of(std::vector<float>{1.0f})),
         row_count(host_memory(), Type::kInt64, {1}, bytes_of(std::vector<int64_t>{kRows})),
         expert_scale(host_memory(), Type::kFloat32, {2}, bytes_of(std::vector<float>{1.0f, 1.0f})),
         findings(host_memory(), Type::kInt32, {1}, bytes_of(std::vector<int32_t>{0})) {
-    tokens_p = tokens.tensor(), rows_p = rows.tensor(), payload_p = payload.tensor(), scales_p = scales.tensor();
+    tokens_p = tokens.tensor(), rows_p = rows.tensor(), payload_p = payload.tensor(),
+    scales_p = scales.tensor();
     token_scales_p = format == NVTE_EP_FORMAT_NVFP4 ? token_scales.tensor() : nullptr;
     options.rng_state = rng.tensor();
     options.findings = findings.tensor();
   }
   // Options point at const tensors; the address of such a field as that of a mutable one.
-  static nvte_ep_tensor_t** field(const nvte_ep_tensor_t** pointer) { return const_cast<nvte_ep_tensor_t**>(pointer); }
+  static nvte_ep_tensor_t** field(const nvte_ep_tensor_t** pointer) {
+    return const_cast<nvte_ep_tensor_t**>(pointer);
+  }
 
   std::vector<Array*> all() {
-    return {&tokens, &rows, &payload, &scales, &token_scales, &rng, &tensor_scale, &row_count, &expert_scale, &findings};
+    return {&tokens, &rows,         &payload,   &scales,       &token_scales,
+            &rng,    &tensor_scale, &row_count, &expert_scale, &findings};
   }
   // What options say in every codec's call.
   void add_options(Call* call, std::function<nvte_ep_status_t(const nvte_ep_codec_options_t*)> with_options) {
-    const nvte_ep_status_t unsupported = NVTE_EP_STATUS_UNSUPPORTED, invalid = NVTE_EP_STATUS_INVALID_ARGUMENT;
-    call->structs.push_back(struct_argument<nvte_ep_codec_options_t>("options", &options, NVTE_EP_CODEC_OPTIONS_V1_SIZE, with_options, false));
+    const nvte_ep_status_t unsupported = NVTE_EP_STATUS_UNSUPPORTED,
+                           invalid = NVTE_EP_STATUS_INVALID_ARGUMENT;
+    call->structs.push_back(struct_argument<nvte_ep_codec_options_t>(
+        "options", &options, NVTE_EP_CODEC_OPTIONS_V1_SIZE, with_options, false));
     call->tensors.push_back({"rng_state", field(&options.rng_state), false});
     call->tensors.push_back({"findings", const_cast<nvte_ep_tensor_t**>(&options.findings), false});
     call->numbers.push_back({"rounding", &options.rounding, {2, -1, 1000}, unsupported});
@@ -252,7 +271,8 @@ struct CodecArguments {
   nvte_ep_stream_t stream = nullptr;
 };
 
-void check_codec_call(CodecArguments* a, Call call, const std::function<nvte_ep_status_t()>& without_options) {
+void check_codec_call(CodecArguments* a, Call call,
+                      const std::function<nvte_ep_status_t()>& without_options) {
   call.arrays = a->all();
   SCOPED_TRACE(call.function);
   call.expect_refusals();
@@ -277,8 +297,10 @@ void check_codec_call(CodecArguments* a, Call call, const std::function<nvte_ep_
     elsewhere.device_id = kNoSuchDevice;
     *argument.pointer = &elsewhere;
     const nvte_ep_status_t status = call.run();
-    EXPECT_TRUE(status == NVTE_EP_STATUS_INVALID_ARGUMENT || status == NVTE_EP_STATUS_UNSUPPORTED) << argument.name << ": " << nvte_ep_status_name(status);
-    EXPECT_NE(std::string(nvte_ep_last_error()).find("CUDA device 99"), std::string::npos) << nvte_ep_last_error();
+    EXPECT_TRUE(status == NVTE_EP_STATUS_INVALID_ARGUMENT || status == NVTE_EP_STATUS_UNSUPPORTED)
+        << argument.name << ": " << nvte_ep_status_name(status);
+    EXPECT_NE(std::string(nvte_ep_last_error()).find("CUDA device 99"), std::string::npos)
+        << nvte_ep_last_error();
     *argument.pointer = right;
   }
   for (const StructArgument& argument : call.structs) expect_longer_struct_accepted(argument);
@@ -292,14 +314,28 @@ TEST(Arguments, PackAndUnpack) {
     const Codec& codec = codec_of(format);
     const std::string prefix = std::string("nvte_ep_") + format_name(format);
     a.options.row_count = a.row_count.tensor();
-    const auto run_pack = [&](const nvte_ep_codec_options_t* options) { return codec.pack(a.tokens_p, a.rows_p, options, a.stream); };
-    Call pack_call{prefix + "_pack", [&] { return run_pack(&a.options); }, {{"tokens", &a.tokens_p, true, 0, true}, {"rows", &a.rows_p, true, 16}}, {}, {}, {}};
+    const auto run_pack = [&](const nvte_ep_codec_options_t* options) {
+      return codec.pack(a.tokens_p, a.rows_p, options, a.stream);
+    };
+    Call pack_call{prefix + "_pack",
+                   [&] { return run_pack(&a.options); },
+                   {{"tokens", &a.tokens_p, true, 0, true}, {"rows", &a.rows_p, true, 16}},
+                   {},
+                   {},
+                   {}};
     a.add_options(&pack_call, run_pack);
     pack_call.tensors.push_back({"row_count", CodecArguments::field(&a.options.row_count), false});
     check_codec_call(&a, pack_call, [&] { return run_pack(nullptr); });
 
-    const auto run_unpack = [&](const nvte_ep_codec_options_t* options) { return codec.unpack(a.rows_p, a.tokens_p, options, a.stream); };
-    Call unpack_call{prefix + "_unpack", [&] { return run_unpack(&a.options); }, {{"tokens", &a.tokens_p, true, 0, true}, {"rows", &a.rows_p, true, 16}}, {}, {}, {}};
+    const auto run_unpack = [&](const nvte_ep_codec_options_t* options) {
+      return codec.unpack(a.rows_p, a.tokens_p, options, a.stream);
+    };
+    Call unpack_call{prefix + "_unpack",
+                     [&] { return run_unpack(&a.options); },
+                     {{"tokens", &a.tokens_p, true, 0, true}, {"rows", &a.rows_p, true, 16}},
+                     {},
+                     {},
+                     {}};
     a.add_options(&unpack_call, run_unpack);
     unpack_call.tensors.push_back({"row_count", CodecArguments::field(&a.options.row_count), false});
     check_codec_call(&a, unpack_call, [&] { return run_unpack(nullptr); });
@@ -311,10 +347,12 @@ TEST(Arguments, QuantizeAndDequantize) {
     CodecArguments a(format);
     const bool nvfp4 = format == NVTE_EP_FORMAT_NVFP4;
     const std::string prefix = std::string("nvte_ep_") + format_name(format);
-    std::vector<TensorArgument> tensors = {{"tokens", &a.tokens_p, true, 0, true}, {"payload", &a.payload_p}, {"scales", &a.scales_p}};
+    std::vector<TensorArgument> tensors = {
+        {"tokens", &a.tokens_p, true, 0, true}, {"payload", &a.payload_p}, {"scales", &a.scales_p}};
     if (nvfp4) tensors.push_back({"token_scales", &a.token_scales_p});
     const auto run_quantize = [&](const nvte_ep_codec_options_t* options) {
-      return nvfp4 ? nvte_ep_nvfp4_quantize(a.tokens_p, a.payload_p, a.scales_p, a.token_scales_p, options, a.stream)
+      return nvfp4 ? nvte_ep_nvfp4_quantize(a.tokens_p, a.payload_p, a.scales_p, a.token_scales_p, options,
+                                            a.stream)
                    : nvte_ep_mxfp8_quantize(a.tokens_p, a.payload_p, a.scales_p, options, a.stream);
     };
     Call quantize_call{prefix + "_quantize", [&] { return run_quantize(&a.options); }, tensors, {}, {}, {}};
@@ -322,18 +360,22 @@ TEST(Arguments, QuantizeAndDequantize) {
     check_codec_call(&a, quantize_call, [&] { return run_quantize(nullptr); });
 
     const auto run_dequantize = [&](const nvte_ep_codec_options_t* options) {
-      return nvfp4 ? nvte_ep_nvfp4_dequantize(a.payload_p, a.scales_p, a.token_scales_p, a.tokens_p, options, a.stream)
+      return nvfp4 ? nvte_ep_nvfp4_dequantize(a.payload_p, a.scales_p, a.token_scales_p, a.tokens_p, options,
+                                              a.stream)
                    : nvte_ep_mxfp8_dequantize(a.payload_p, a.scales_p, a.tokens_p, options, a.stream);
     };
-    Call dequantize_call{prefix + "_dequantize", [&] { return run_dequantize(&a.options); }, tensors, {}, {}, {}};
+    Call dequantize_call{
+        prefix + "_dequantize", [&] { return run_dequantize(&a.options); }, tensors, {}, {}, {}};
     a.add_options(&dequantize_call, run_dequantize);
     check_codec_call(&a, dequantize_call, [&] { return run_dequantize(nullptr); });
 
     if (!nvfp4) continue;
-    a.options.tensor_scale = a.tensor_scale.tensor();  // token scales are then optional, the tensor scale is looked at
+    a.options.tensor_scale =
+        a.tensor_scale.tensor();  // token scales are then optional, the tensor scale is looked at
     for (TensorArgument& tensor : tensors) tensor.required = tensor.name != "token_scales";
     tensors.push_back({"tensor_scale", CodecArguments::field(&a.options.tensor_scale), false});
-    Call tensor_scale_call{prefix + "_quantize", [&] { return run_quantize(&a.options); }, tensors, {}, {}, {}};
+    Call tensor_scale_call{
+        prefix + "_quantize", [&] { return run_quantize(&a.options); }, tensors, {}, {}, {}};
     check_codec_call(&a, tensor_scale_call, [&] {
       a.token_scales_p = nullptr;
       const nvte_ep_status_t status = run_quantize(&a.options);
@@ -346,10 +388,12 @@ TEST(Arguments, QuantizeAndDequantize) {
 TEST(Arguments, WhatMxfp8DoesNotHave) {
   CodecArguments a(NVTE_EP_FORMAT_MXFP8);
   a.options.rounding = NVTE_EP_ROUNDING_STOCHASTIC;
-  expect_status(NVTE_EP_STATUS_UNSUPPORTED, nvte_ep_mxfp8_pack(a.tokens_p, a.rows_p, &a.options, nullptr), {"nvte_ep_mxfp8_pack: rounding"});
+  expect_status(NVTE_EP_STATUS_UNSUPPORTED, nvte_ep_mxfp8_pack(a.tokens_p, a.rows_p, &a.options, nullptr),
+                {"nvte_ep_mxfp8_pack: rounding"});
   a.options.rounding = NVTE_EP_ROUNDING_NEAREST;
   a.options.tensor_scale = a.tensor_scale.tensor();
-  expect_status(NVTE_EP_STATUS_UNSUPPORTED, nvte_ep_mxfp8_pack(a.tokens_p, a.rows_p, &a.options, nullptr), {"nvte_ep_mxfp8_pack: tensor_scale"});
+  expect_status(NVTE_EP_STATUS_UNSUPPORTED, nvte_ep_mxfp8_pack(a.tokens_p, a.rows_p, &a.options, nullptr),
+                {"nvte_ep_mxfp8_pack: tensor_scale"});
 }
 
 struct OperandArguments : CodecArguments {
@@ -377,7 +421,8 @@ struct OperandArguments : CodecArguments {
 // What is wrong with an operand, whatever call it is given to.
 void refuse_operands(nvte_ep_operand_t* operand, const Call& call) {
   const nvte_ep_operand_t right = *operand;
-  const auto with = [&](const std::string& argument, nvte_ep_status_t status, const std::function<void(nvte_ep_operand_t*)>& change) {
+  const auto with = [&](const std::string& argument, nvte_ep_status_t status,
+                        const std::function<void(nvte_ep_operand_t*)>& change) {
     *operand = right;
     change(operand);
     call.expect(status, argument, "of the operand", call.run);
@@ -400,20 +445,23 @@ void refuse_operands(nvte_ep_operand_t* operand, const Call& call) {
   with("operand.num_experts", invalid, [](nvte_ep_operand_t* o) { o->num_experts = 0; });
   with("operand.alignment", invalid, [](nvte_ep_operand_t* o) { o->alignment = 3; });
   with("operand.alignment", invalid, [](nvte_ep_operand_t* o) { o->alignment = -32; });
-  with("operand.alignment", unsupported, [](nvte_ep_operand_t* o) { o->alignment = 8; });  // columnwise parts are set
+  with("operand.alignment", unsupported,
+       [](nvte_ep_operand_t* o) { o->alignment = 8; });  // columnwise parts are set
   with("operand.device_type", invalid, [](nvte_ep_operand_t* o) { o->device_type = 77; });
   using Part = void* nvte_ep_operand_t::*;
-  const std::pair<const char*, Part> parts[] = {{"operand.payload", &nvte_ep_operand_t::payload},
-                                                {"operand.scales", &nvte_ep_operand_t::scales},
-                                                {"operand.columnwise_payload", &nvte_ep_operand_t::columnwise_payload},
-                                                {"operand.columnwise_scales", &nvte_ep_operand_t::columnwise_scales},
-                                                {"operand.amax", &nvte_ep_operand_t::amax},
-                                                {"operand.columnwise_amax", &nvte_ep_operand_t::columnwise_amax},
-                                                {"operand.expert_scale", &nvte_ep_operand_t::expert_scale},
-                                                {"operand.columnwise_expert_scale", &nvte_ep_operand_t::columnwise_expert_scale}};
+  const std::pair<const char*, Part> parts[] = {
+      {"operand.payload", &nvte_ep_operand_t::payload},
+      {"operand.scales", &nvte_ep_operand_t::scales},
+      {"operand.columnwise_payload", &nvte_ep_operand_t::columnwise_payload},
+      {"operand.columnwise_scales", &nvte_ep_operand_t::columnwise_scales},
+      {"operand.amax", &nvte_ep_operand_t::amax},
+      {"operand.columnwise_amax", &nvte_ep_operand_t::columnwise_amax},
+      {"operand.expert_scale", &nvte_ep_operand_t::expert_scale},
+      {"operand.columnwise_expert_scale", &nvte_ep_operand_t::columnwise_expert_scale}};
   for (const auto& part : parts) {
     if (right.*part.second == nullptr) continue;
-    with(part.first, invalid, [&](nvte_ep_operand_t* o) { o->*part.second = static_cast<uint8_t*>(o->*part.second) + 128; });
+    with(part.first, invalid,
+         [&](nvte_ep_operand_t* o) { o->*part.second = static_cast<uint8_t*>(o->*part.second) + 128; });
   }
   if (right.format == NVTE_EP_FORMAT_MXFP8) {
     with("operand", invalid, [](nvte_ep_operand_t* o) { o->amax = o->payload; });
@@ -423,17 +471,27 @@ void refuse_operands(nvte_ep_operand_t* operand, const Call& call) {
 TEST(Arguments, DirectReceive) {
   for (int32_t format : {NVTE_EP_FORMAT_MXFP8, NVTE_EP_FORMAT_NVFP4}) {
     OperandArguments a(format);
-    const auto run = [&](const nvte_ep_codec_options_t* options) { return codec_of(format).direct_receive(a.rows_p, a.counts_p, &a.operand, options, a.stream); };
-    Call call{std::string("nvte_ep_") + format_name(format) + "_direct_receive", [&] { return run(&a.options); }, {}, {}, {}, {}};
+    const auto run = [&](const nvte_ep_codec_options_t* options) {
+      return codec_of(format).direct_receive(a.rows_p, a.counts_p, &a.operand, options, a.stream);
+    };
+    Call call{std::string("nvte_ep_") + format_name(format) + "_direct_receive",
+              [&] { return run(&a.options); },
+              {},
+              {},
+              {},
+              {}};
     call.tensors = {{"rows", &a.rows_p, true, 16, false}, {"rows_per_expert", &a.counts_p}};
     call.tensors[0].free_rows = true;
     a.add_options(&call, run);
-    call.structs.push_back(struct_argument<nvte_ep_operand_t>("operand", &a.operand, NVTE_EP_OPERAND_V1_SIZE, [&](const nvte_ep_operand_t* operand) {
-      return codec_of(format).direct_receive(a.rows_p, a.counts_p, const_cast<nvte_ep_operand_t*>(operand), &a.options, a.stream);
-    }));
+    call.structs.push_back(struct_argument<nvte_ep_operand_t>(
+        "operand", &a.operand, NVTE_EP_OPERAND_V1_SIZE, [&](const nvte_ep_operand_t* operand) {
+          return codec_of(format).direct_receive(
+              a.rows_p, a.counts_p, const_cast<nvte_ep_operand_t*>(operand), &a.options, a.stream);
+        }));
     if (format == NVTE_EP_FORMAT_NVFP4) {
       a.options.fixed_expert_scale = a.expert_scale.tensor();
-      call.tensors.push_back({"fixed_expert_scale", CodecArguments::field(&a.options.fixed_expert_scale), false});
+      call.tensors.push_back(
+          {"fixed_expert_scale", CodecArguments::field(&a.options.fixed_expert_scale), false});
     }
     check_codec_call(&a, call, [&] { return run(nullptr); });
     call.arrays = a.all();
@@ -460,30 +518,42 @@ TEST(Arguments, DirectReceive) {
 TEST(Arguments, OperandLayoutAndBind) {
   OperandArguments a(NVTE_EP_FORMAT_NVFP4);
   nvte_ep_operand_layout_t layout = NVTE_EP_OPERAND_LAYOUT_INIT;
-  Call layout_call{"nvte_ep_operand_layout", [&] { return nvte_ep_operand_layout(&a.config, &layout); }, {}, {}, {}, {}};
+  Call layout_call{
+      "nvte_ep_operand_layout", [&] { return nvte_ep_operand_layout(&a.config, &layout); }, {}, {}, {}, {}};
   layout_call.structs.push_back(struct_argument<nvte_ep_operand_config_t>(
-      "config", &a.config, NVTE_EP_OPERAND_CONFIG_V1_SIZE, [&](const nvte_ep_operand_config_t* config) { return nvte_ep_operand_layout(config, &layout); }));
+      "config", &a.config, NVTE_EP_OPERAND_CONFIG_V1_SIZE,
+      [&](const nvte_ep_operand_config_t* config) { return nvte_ep_operand_layout(config, &layout); }));
   layout_call.structs.push_back(struct_argument<nvte_ep_operand_layout_t>(
-      "layout", &layout, NVTE_EP_OPERAND_LAYOUT_V1_SIZE,
-      [&](const nvte_ep_operand_layout_t* out) { return nvte_ep_operand_layout(&a.config, const_cast<nvte_ep_operand_layout_t*>(out)); }));
+      "layout", &layout, NVTE_EP_OPERAND_LAYOUT_V1_SIZE, [&](const nvte_ep_operand_layout_t* out) {
+        return nvte_ep_operand_layout(&a.config, const_cast<nvte_ep_operand_layout_t*>(out));
+      }));
   const nvte_ep_status_t invalid = NVTE_EP_STATUS_INVALID_ARGUMENT, unsupported = NVTE_EP_STATUS_UNSUPPORTED;
-  const std::vector<NumberArgument> numbers = {{"config.format", &a.config.format, {3, -1, NVTE_EP_FORMAT_BF16}, unsupported},
-                                               {"config.scale_layout", &a.config.scale_layout, {2, -1}, unsupported},
-                                               {"config.columnwise", &a.config.columnwise, {2, -1}, unsupported},
-                                               {"config.num_experts", &a.config.num_experts, {0, -1}, invalid},
-                                               {"config.alignment", &a.config.alignment, {-1, 3, 48}, invalid},
-                                               {"config.alignment", &a.config.alignment, {1, 8}, unsupported},
-                                               {"config.reserved0", &a.config.reserved0, {1}, unsupported}};
+  const std::vector<NumberArgument> numbers = {
+      {"config.format", &a.config.format, {3, -1, NVTE_EP_FORMAT_BF16}, unsupported},
+      {"config.scale_layout", &a.config.scale_layout, {2, -1}, unsupported},
+      {"config.columnwise", &a.config.columnwise, {2, -1}, unsupported},
+      {"config.num_experts", &a.config.num_experts, {0, -1}, invalid},
+      {"config.alignment", &a.config.alignment, {-1, 3, 48}, invalid},
+      {"config.alignment", &a.config.alignment, {1, 8}, unsupported},
+      {"config.reserved0", &a.config.reserved0, {1}, unsupported}};
   layout_call.numbers = numbers;
   layout_call.expect_refusals();
   for (const StructArgument& argument : layout_call.structs) expect_longer_struct_accepted(argument);
-  Call bind_call{"nvte_ep_operand_bind", [&] { return nvte_ep_operand_bind(&a.config, a.buffer_p, &a.operand); }, {}, {}, numbers, {&a.buffer}};
+  Call bind_call{"nvte_ep_operand_bind",
+                 [&] { return nvte_ep_operand_bind(&a.config, a.buffer_p, &a.operand); },
+                 {},
+                 {},
+                 numbers,
+                 {&a.buffer}};
   bind_call.tensors = {{"buffer", &a.buffer_p, true, 256, false, true}};
   bind_call.structs.push_back(struct_argument<nvte_ep_operand_config_t>(
-      "config", &a.config, NVTE_EP_OPERAND_CONFIG_V1_SIZE, [&](const nvte_ep_operand_config_t* config) { return nvte_ep_operand_bind(config, a.buffer_p, &a.operand); }));
+      "config", &a.config, NVTE_EP_OPERAND_CONFIG_V1_SIZE, [&](const nvte_ep_operand_config_t* config) {
+        return nvte_ep_operand_bind(config, a.buffer_p, &a.operand);
+      }));
   bind_call.structs.push_back(struct_argument<nvte_ep_operand_t>(
-      "operand", &a.operand, NVTE_EP_OPERAND_V1_SIZE,
-      [&](const nvte_ep_operand_t* operand) { return nvte_ep_operand_bind(&a.config, a.buffer_p, const_cast<nvte_ep_operand_t*>(operand)); }));
+      "operand", &a.operand, NVTE_EP_OPERAND_V1_SIZE, [&](const nvte_ep_operand_t* operand) {
+        return nvte_ep_operand_bind(&a.config, a.buffer_p, const_cast<nvte_ep_operand_t*>(operand));
+      }));
   bind_call.expect_refusals();
   for (const StructArgument& argument : bind_call.structs) expect_longer_struct_accepted(argument);
   for (int64_t hidden : {int64_t{0}, int64_t{-32}, int64_t{48}, int64_t{1} << 40}) {
@@ -498,17 +568,25 @@ TEST(Arguments, OperandLayoutAndBind) {
 }
 
 TEST(Arguments, Swizzle) {
-  Array scales(host_memory(), Type::kUInt8, {kRows, 4}, Bytes(kRows * 4, 1)), swizzled(host_memory(), Type::kUInt8, {512}, Bytes(512, 0));
+  Array scales(host_memory(), Type::kUInt8, {kRows, 4}, Bytes(kRows * 4, 1)),
+      swizzled(host_memory(), Type::kUInt8, {512}, Bytes(512, 0));
   Array counts(host_memory(), Type::kInt32, {2}, bytes_of(std::vector<int32_t>{16, 16}));
   Array grouped(host_memory(), Type::kUInt8, {1024}, Bytes(1024, 0));
   nvte_ep_tensor_t *scales_p = scales.tensor(), *swizzled_p = swizzled.tensor(), *counts_p = nullptr;
   nvte_ep_stream_t stream = nullptr;
   for (const bool inverse : {false, true}) {
     Call call{inverse ? "nvte_ep_scales_unswizzle" : "nvte_ep_scales_swizzle",
-              [&] { return inverse ? nvte_ep_scales_unswizzle(swizzled_p, counts_p, scales_p, stream) : nvte_ep_scales_swizzle(scales_p, counts_p, swizzled_p, stream); },
-              {}, {}, {}, {&scales, &swizzled, &counts, &grouped}};
+              [&] {
+                return inverse ? nvte_ep_scales_unswizzle(swizzled_p, counts_p, scales_p, stream)
+                               : nvte_ep_scales_swizzle(scales_p, counts_p, swizzled_p, stream);
+              },
+              {},
+              {},
+              {},
+              {&scales, &swizzled, &counts, &grouped}};
     // Any shape of scales is right as long as the tiles hold it.
-    const auto wrong = [&](nvte_ep_tensor_t** pointer, const char* name, const std::function<void(nvte_ep_tensor_t*)>& change) {
+    const auto wrong = [&](nvte_ep_tensor_t** pointer, const char* name,
+                           const std::function<void(nvte_ep_tensor_t*)>& change) {
       nvte_ep_tensor_t* const right = *pointer;
       nvte_ep_tensor_t copy = *right;
       change(&copy);
@@ -546,19 +624,23 @@ TEST(Arguments, Swizzle) {
 TEST(Arguments, Library) {
   int64_t bytes = -7;
   expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_build_info(nullptr), {"nvte_ep_build_info: json"});
-  expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_row_bytes(0, 16, nullptr), {"nvte_ep_row_bytes: row_bytes"});
+  expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_row_bytes(0, 16, nullptr),
+                {"nvte_ep_row_bytes: row_bytes"});
   for (int32_t format : {-1, 3, 1000}) {
-    expect_status(NVTE_EP_STATUS_UNSUPPORTED, nvte_ep_row_bytes(format, 16, &bytes), {"nvte_ep_row_bytes: format"});
+    expect_status(NVTE_EP_STATUS_UNSUPPORTED, nvte_ep_row_bytes(format, 16, &bytes),
+                  {"nvte_ep_row_bytes: format"});
     nvte_ep_format_info_t info = NVTE_EP_FORMAT_INFO_INIT;
-    expect_status(NVTE_EP_STATUS_UNSUPPORTED, nvte_ep_format_info(format, &info), {"nvte_ep_format_info: format"});
+    expect_status(NVTE_EP_STATUS_UNSUPPORTED, nvte_ep_format_info(format, &info),
+                  {"nvte_ep_format_info: format"});
     EXPECT_EQ(info.name, nullptr);
   }
   EXPECT_EQ(bytes, -7);
   nvte_ep_format_info_t info = NVTE_EP_FORMAT_INFO_INIT;
   Call call{"nvte_ep_format_info", [&] { return nvte_ep_format_info(0, &info); }, {}, {}, {}, {}};
-  call.structs.push_back(struct_argument<nvte_ep_format_info_t>("info", &info, NVTE_EP_FORMAT_INFO_V1_SIZE, [](const nvte_ep_format_info_t* out) {
-    return nvte_ep_format_info(0, const_cast<nvte_ep_format_info_t*>(out));
-  }));
+  call.structs.push_back(struct_argument<nvte_ep_format_info_t>(
+      "info", &info, NVTE_EP_FORMAT_INFO_V1_SIZE, [](const nvte_ep_format_info_t* out) {
+        return nvte_ep_format_info(0, const_cast<nvte_ep_format_info_t*>(out));
+      }));
   call.expect_refusals();
   expect_longer_struct_accepted(call.structs[0]);
 }
@@ -567,8 +649,10 @@ TEST(Arguments, Library) {
 
 TEST(Arguments, Communicator) {
   uint8_t id[NVTE_EP_UNIQUE_ID_BYTES];
-  expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_unique_id(NVTE_EP_COMM_THREADS, nullptr), {"nvte_ep_unique_id: unique_id"});
-  for (int32_t kind : {0, -1, 3}) expect_status(NVTE_EP_STATUS_UNSUPPORTED, nvte_ep_unique_id(kind, id), {"nvte_ep_unique_id: kind"});
+  expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_unique_id(NVTE_EP_COMM_THREADS, nullptr),
+                {"nvte_ep_unique_id: unique_id"});
+  for (int32_t kind : {0, -1, 3})
+    expect_status(NVTE_EP_STATUS_UNSUPPORTED, nvte_ep_unique_id(kind, id), {"nvte_ep_unique_id: kind"});
   require(nvte_ep_unique_id(NVTE_EP_COMM_THREADS, id));
   nvte_ep_comm_config_t config = NVTE_EP_COMM_CONFIG_INIT;
   config.kind = NVTE_EP_COMM_THREADS;
@@ -576,7 +660,9 @@ TEST(Arguments, Communicator) {
   config.unique_id = id;
   nvte_ep_comm_t comm = nullptr;
   Call call{"nvte_ep_comm_create", [&] { return nvte_ep_comm_create(&config, &comm); }, {}, {}, {}, {}};
-  call.structs.push_back(struct_argument<nvte_ep_comm_config_t>("config", &config, NVTE_EP_COMM_CONFIG_V1_SIZE, [&](const nvte_ep_comm_config_t* c) { return nvte_ep_comm_create(c, &comm); }));
+  call.structs.push_back(struct_argument<nvte_ep_comm_config_t>(
+      "config", &config, NVTE_EP_COMM_CONFIG_V1_SIZE,
+      [&](const nvte_ep_comm_config_t* c) { return nvte_ep_comm_create(c, &comm); }));
   call.numbers = {{"kind", &config.kind, {0, -1, 3}, NVTE_EP_STATUS_UNSUPPORTED},
                   {"config.num_ranks", &config.num_ranks, {0, -1, 1025}, NVTE_EP_STATUS_INVALID_ARGUMENT},
                   {"config.rank", &config.rank, {-1, 2}, NVTE_EP_STATUS_INVALID_ARGUMENT}};
@@ -591,7 +677,8 @@ TEST(Arguments, Communicator) {
   config.timeout_ns = -1;
   call.expect(NVTE_EP_STATUS_INVALID_ARGUMENT, "config.timeout_ns", "-1", call.run);
   config.timeout_ns = 0;
-  expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_comm_create(&config, nullptr), {"nvte_ep_comm_create: comm"});
+  expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_comm_create(&config, nullptr),
+                {"nvte_ep_comm_create: comm"});
   EXPECT_EQ(comm, nullptr);
   require(call.run());
   const Comm first(std::exchange(comm, nullptr));
@@ -602,8 +689,10 @@ TEST(Arguments, Communicator) {
   config.num_ranks = 2;
   require(call.run());
   const Comm second(std::exchange(comm, nullptr));
-  expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_comm_from_nccl(nullptr, &comm), {"nvte_ep_comm_from_nccl: nccl_comm"});
-  expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_comm_from_nccl(&comm, nullptr), {"nvte_ep_comm_from_nccl: comm"});
+  expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_comm_from_nccl(nullptr, &comm),
+                {"nvte_ep_comm_from_nccl: nccl_comm"});
+  expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_comm_from_nccl(&comm, nullptr),
+                {"nvte_ep_comm_from_nccl: comm"});
   EXPECT_EQ(comm, nullptr);
 }
 
@@ -614,16 +703,21 @@ TEST(Arguments, Group) {
   run_ranks(2, [](Rank& rank) {
     nvte_ep_group_config_t config = group_config(4, kHidden, 8, 32);
     nvte_ep_group_t group = nullptr;
-    const nvte_ep_status_t invalid = NVTE_EP_STATUS_INVALID_ARGUMENT, unsupported = NVTE_EP_STATUS_UNSUPPORTED;
+    const nvte_ep_status_t invalid = NVTE_EP_STATUS_INVALID_ARGUMENT,
+                           unsupported = NVTE_EP_STATUS_UNSUPPORTED;
     const auto create = [&] { return nvte_ep_group_create(rank.comm, &config, &group); };
     nvte_ep_memory_info_t memory = NVTE_EP_MEMORY_INFO_INIT;
     if (rank.rank == 0) {  // the peer waits while every wrong call is refused
-      const std::pair<std::string, std::function<nvte_ep_status_t(const nvte_ep_group_config_t*)>> functions[] = {
-          {"nvte_ep_group_create", [&](const nvte_ep_group_config_t* c) { return nvte_ep_group_create(rank.comm, c, &group); }},
-          {"nvte_ep_group_memory", [&](const nvte_ep_group_config_t* c) { return nvte_ep_group_memory(rank.comm, c, &memory); }}};
+      const std::pair<std::string, std::function<nvte_ep_status_t(const nvte_ep_group_config_t*)>>
+          functions[] = {
+              {"nvte_ep_group_create",
+               [&](const nvte_ep_group_config_t* c) { return nvte_ep_group_create(rank.comm, c, &group); }},
+              {"nvte_ep_group_memory",
+               [&](const nvte_ep_group_config_t* c) { return nvte_ep_group_memory(rank.comm, c, &memory); }}};
       for (const auto& function : functions) {
         Call call{function.first, [&] { return function.second(&config); }, {}, {}, {}, {}};
-        call.structs.push_back(struct_argument<nvte_ep_group_config_t>("config", &config, NVTE_EP_GROUP_CONFIG_V1_SIZE, function.second));
+        call.structs.push_back(struct_argument<nvte_ep_group_config_t>(
+            "config", &config, NVTE_EP_GROUP_CONFIG_V1_SIZE, function.second));
         call.numbers = {{"config.device_type", &config.device_type, {4, -1, 77}, unsupported},
                         {"config.num_experts", &config.num_experts, {0, -2, 3}, invalid},
                         {"config.max_top_k", &config.max_top_k, {-1}, invalid},
@@ -662,12 +756,14 @@ TEST(Arguments, Group) {
         config.device_id = 0;
       }
       expect_status(invalid, nvte_ep_group_create(nullptr, &config, &group), {"nvte_ep_group_create: comm"});
-      expect_status(invalid, nvte_ep_group_create(rank.comm, &config, nullptr), {"nvte_ep_group_create: group"});
+      expect_status(invalid, nvte_ep_group_create(rank.comm, &config, nullptr),
+                    {"nvte_ep_group_create: group"});
       expect_status(invalid, nvte_ep_group_memory(nullptr, &config, &memory), {"nvte_ep_group_memory: comm"});
       Call call{"nvte_ep_group_memory", create, {}, {}, {}, {}};
-      call.structs.push_back(struct_argument<nvte_ep_memory_info_t>("info", &memory, NVTE_EP_MEMORY_INFO_V1_SIZE, [&](const nvte_ep_memory_info_t* info) {
-        return nvte_ep_group_memory(rank.comm, &config, const_cast<nvte_ep_memory_info_t*>(info));
-      }));
+      call.structs.push_back(struct_argument<nvte_ep_memory_info_t>(
+          "info", &memory, NVTE_EP_MEMORY_INFO_V1_SIZE, [&](const nvte_ep_memory_info_t* info) {
+            return nvte_ep_group_memory(rank.comm, &config, const_cast<nvte_ep_memory_info_t*>(info));
+          }));
       call.expect_refusals();
       expect_longer_struct_accepted(call.structs[0]);
       EXPECT_EQ(group, nullptr);
@@ -681,10 +777,16 @@ TEST(Arguments, Group) {
     nvte_ep_group_info_t info = NVTE_EP_GROUP_INFO_INIT;
     nvte_ep_error_info_t error = NVTE_EP_ERROR_INFO_INIT;
     Call info_call{"nvte_ep_group_info", create, {}, {}, {}, {}};
-    info_call.structs.push_back(struct_argument<nvte_ep_group_info_t>("info", &info, NVTE_EP_GROUP_INFO_V1_SIZE, [&](const nvte_ep_group_info_t* out) { return nvte_ep_group_info(group, const_cast<nvte_ep_group_info_t*>(out)); }));
+    info_call.structs.push_back(struct_argument<nvte_ep_group_info_t>(
+        "info", &info, NVTE_EP_GROUP_INFO_V1_SIZE, [&](const nvte_ep_group_info_t* out) {
+          return nvte_ep_group_info(group, const_cast<nvte_ep_group_info_t*>(out));
+        }));
     info_call.expect_refusals();
     Call error_call{"nvte_ep_group_poll_error", create, {}, {}, {}, {}};
-    error_call.structs.push_back(struct_argument<nvte_ep_error_info_t>("info", &error, NVTE_EP_ERROR_INFO_V1_SIZE, [&](const nvte_ep_error_info_t* out) { return nvte_ep_group_poll_error(group, const_cast<nvte_ep_error_info_t*>(out)); }));
+    error_call.structs.push_back(struct_argument<nvte_ep_error_info_t>(
+        "info", &error, NVTE_EP_ERROR_INFO_V1_SIZE, [&](const nvte_ep_error_info_t* out) {
+          return nvte_ep_group_poll_error(group, const_cast<nvte_ep_error_info_t*>(out));
+        }));
     error_call.expect_refusals();
     expect_longer_struct_accepted(info_call.structs[0]);
     expect_longer_struct_accepted(error_call.structs[0]);
@@ -704,7 +806,8 @@ TEST(Arguments, Group) {
     expect_status(invalid, nvte_ep_mem_alloc(nullptr, 64, &pointer), {"nvte_ep_mem_alloc: group"});
     expect_status(invalid, nvte_ep_mem_alloc(group, 64, nullptr), {"nvte_ep_mem_alloc: pointer"});
     expect_status(invalid, nvte_ep_mem_alloc(group, 0, &pointer), {"nvte_ep_mem_alloc: bytes"});
-    expect_status(invalid, nvte_ep_mem_alloc(group, std::numeric_limits<size_t>::max(), &pointer), {"nvte_ep_mem_alloc: bytes"});
+    expect_status(invalid, nvte_ep_mem_alloc(group, std::numeric_limits<size_t>::max(), &pointer),
+                  {"nvte_ep_mem_alloc: bytes"});
     EXPECT_EQ(pointer, &info);
     expect_status(invalid, nvte_ep_mem_free(nullptr, pointer), {"nvte_ep_mem_free: group"});
     expect_status(invalid, nvte_ep_mem_free(group, pointer), {"nvte_ep_mem_free: pointer"});
@@ -728,18 +831,24 @@ struct HandleArguments {
     group = make_group(rank, group_config(4, kHidden, 8, kSlots));
     nvte_ep_handle_config_t config = handle_config(kTopK, 32, format, format);
     handle = make_handle(group, config);
-    idx = Array(m, Type::kInt64, {kTokens, kTopK}, bytes_of(std::vector<int64_t>{0, 1, 2, 3, 1, 2, 0, 3, -1, 0}));
-    for (Array* counts : {&tokens_routed, &tokens_per_expert, &rows_per_expert}) *counts = Array(m, Type::kInt64, {2});
+    idx = Array(m, Type::kInt64, {kTokens, kTopK},
+                bytes_of(std::vector<int64_t>{0, 1, 2, 3, 1, 2, 0, 3, -1, 0}));
+    for (Array* counts : {&tokens_routed, &tokens_per_expert, &rows_per_expert})
+      *counts = Array(m, Type::kInt64, {2});
     for (Array* offsets : {&row_offsets, &scale_row_offsets}) *offsets = Array(m, Type::kInt32, {3});
     for (Array* totals : {&total_rows, &dropped_rows}) *totals = Array(m, Type::kInt32, {1});
     slot_source = Array(m, Type::kInt64, {kSlots});
     slot_expert = Array(m, Type::kInt32, {kSlots});
     const std::vector<float> ones(kSlots * kHidden, 1.0f);
-    tokens = Array(m, Type::kBFloat16, {kTokens, kHidden}, encode(Type::kBFloat16, std::vector<float>(kTokens * kHidden, 1.0f)));
-    payload = Array(m, Type::kUInt8, {kTokens, parts.payload}, Bytes(static_cast<size_t>(kTokens * parts.payload), 0));
-    scales = Array(m, Type::kUInt8, {kTokens, std::max<int64_t>(parts.scales, 1)}, Bytes(static_cast<size_t>(kTokens * parts.scales), 0));
+    tokens = Array(m, Type::kBFloat16, {kTokens, kHidden},
+                   encode(Type::kBFloat16, std::vector<float>(kTokens * kHidden, 1.0f)));
+    payload = Array(m, Type::kUInt8, {kTokens, parts.payload},
+                    Bytes(static_cast<size_t>(kTokens * parts.payload), 0));
+    scales = Array(m, Type::kUInt8, {kTokens, std::max<int64_t>(parts.scales, 1)},
+                   Bytes(static_cast<size_t>(kTokens * parts.scales), 0));
     token_scales = Array(m, Type::kFloat32, {kTokens}, bytes_of(std::vector<float>(kTokens, 1.0f)));
-    topk_weights = Array(m, Type::kFloat32, {kTokens, kTopK}, bytes_of(std::vector<float>(kTokens * kTopK, 0.5f)));
+    topk_weights =
+        Array(m, Type::kFloat32, {kTokens, kTopK}, bytes_of(std::vector<float>(kTokens * kTopK, 0.5f)));
     rng = Array(m, Type::kInt64, {2}, bytes_of(std::vector<int64_t>{1, 2}));
     tensor_scale = Array(m, Type::kFloat32, {1}, bytes_of(std::vector<float>{1.0f}));
     expert_scale = Array(m, Type::kFloat32, {2}, bytes_of(std::vector<float>{1.0f, 1.0f}));
@@ -771,9 +880,32 @@ struct HandleArguments {
     send.recv_weights = recv_weights.tensor();
   }
   std::vector<Array*> all() {
-    return {&idx, &tokens_routed, &tokens_per_expert, &rows_per_expert, &row_offsets, &scale_row_offsets, &total_rows, &dropped_rows,
-            &slot_source, &slot_expert, &tokens, &payload, &scales, &token_scales, &topk_weights, &rng, &tensor_scale, &expert_scale,
-            &findings, &received, &recv_weights, &expert_out, &slot_weights, &grad_slot_weights, &result, &grad_topk_weights};
+    return {&idx,
+            &tokens_routed,
+            &tokens_per_expert,
+            &rows_per_expert,
+            &row_offsets,
+            &scale_row_offsets,
+            &total_rows,
+            &dropped_rows,
+            &slot_source,
+            &slot_expert,
+            &tokens,
+            &payload,
+            &scales,
+            &token_scales,
+            &topk_weights,
+            &rng,
+            &tensor_scale,
+            &expert_scale,
+            &findings,
+            &received,
+            &recv_weights,
+            &expert_out,
+            &slot_weights,
+            &grad_slot_weights,
+            &result,
+            &grad_topk_weights};
   }
   nvte_ep_status_t prepare() { return nvte_ep_handle_prepare(handle.get(), &prepare_args, stream); }
   nvte_ep_status_t dispatch() { return nvte_ep_handle_dispatch(handle.get(), &send, stream); }
@@ -782,8 +914,10 @@ struct HandleArguments {
   RowParts parts;
   Group group;
   Handle handle;
-  Array idx, tokens_routed, tokens_per_expert, rows_per_expert, row_offsets, scale_row_offsets, total_rows, dropped_rows, slot_source, slot_expert;
-  Array tokens, payload, scales, token_scales, topk_weights, rng, tensor_scale, expert_scale, findings, received, recv_weights;
+  Array idx, tokens_routed, tokens_per_expert, rows_per_expert, row_offsets, scale_row_offsets, total_rows,
+      dropped_rows, slot_source, slot_expert;
+  Array tokens, payload, scales, token_scales, topk_weights, rng, tensor_scale, expert_scale, findings,
+      received, recv_weights;
   Array expert_out, slot_weights, grad_slot_weights, result, grad_topk_weights;
   nvte_ep_prepare_args_t prepare_args = NVTE_EP_PREPARE_ARGS_INIT;
   nvte_ep_dispatch_args_t send = NVTE_EP_DISPATCH_ARGS_INIT;
@@ -846,25 +980,30 @@ TEST(Arguments, Prepare) {
                     {"dropped_rows", field(&args.dropped_rows), false},
                     {"slot_source", field(&args.slot_source), false, 0, false, true},
                     {"slot_expert", field(&args.slot_expert), false, 0, false, true}};
-    call.structs.push_back(struct_argument<nvte_ep_prepare_args_t>("args", &args, NVTE_EP_PREPARE_ARGS_V1_SIZE, [&](const nvte_ep_prepare_args_t* other) {
-      return nvte_ep_handle_prepare(a.handle.get(), other, a.stream);
-    }));
+    call.structs.push_back(struct_argument<nvte_ep_prepare_args_t>(
+        "args", &args, NVTE_EP_PREPARE_ARGS_V1_SIZE, [&](const nvte_ep_prepare_args_t* other) {
+          return nvte_ep_handle_prepare(a.handle.get(), other, a.stream);
+        }));
     if (rank.rank == 0) {
       Array many(host_memory(), Type::kInt64, {9, kTopK});
       const nvte_ep_tensor_t* right = std::exchange(args.topk_idx, many.tensor());
-      call.expect(NVTE_EP_STATUS_INVALID_ARGUMENT, "topk_idx", "more tokens than max_tokens_per_rank", call.run);
+      call.expect(NVTE_EP_STATUS_INVALID_ARGUMENT, "topk_idx", "more tokens than max_tokens_per_rank",
+                  call.run);
       args.topk_idx = right;
       int64_t total = -7;
       args.total_rows_host = &total;
-      call.expect(NVTE_EP_STATUS_INVALID_ARGUMENT, "total_rows_host", "in a group of fixed capacity", call.run);
+      call.expect(NVTE_EP_STATUS_INVALID_ARGUMENT, "total_rows_host", "in a group of fixed capacity",
+                  call.run);
       EXPECT_EQ(total, -7);
       args.total_rows_host = nullptr;
-      expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_prepare(nullptr, &args, nullptr), {"nvte_ep_handle_prepare: handle"});
+      expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_prepare(nullptr, &args, nullptr),
+                    {"nvte_ep_handle_prepare: handle"});
       // int32 where int64 is fixed, and the other way round.
       for (Array* slots : {&a.slot_source, &a.slot_expert}) {
         nvte_ep_tensor_t* tensor = slots->tensor();
         tensor->dtype_bits = static_cast<uint8_t>(96 - tensor->dtype_bits);
-        call.expect(NVTE_EP_STATUS_INVALID_ARGUMENT, slots == &a.slot_source ? "slot_source" : "slot_expert", "of the other width", call.run);
+        call.expect(NVTE_EP_STATUS_INVALID_ARGUMENT, slots == &a.slot_source ? "slot_source" : "slot_expert",
+                    "of the other width", call.run);
         tensor->dtype_bits = static_cast<uint8_t>(96 - tensor->dtype_bits);
       }
     }
@@ -878,18 +1017,21 @@ TEST(Arguments, Dispatch) {
   for (int32_t format : {NVTE_EP_FORMAT_BF16, NVTE_EP_FORMAT_MXFP8, NVTE_EP_FORMAT_NVFP4}) {
     run_ranks(2, [&](Rank& rank) {
       HandleArguments a(rank, format);
-      const nvte_ep_status_t invalid = NVTE_EP_STATUS_INVALID_ARGUMENT, unsupported = NVTE_EP_STATUS_UNSUPPORTED;
+      const nvte_ep_status_t invalid = NVTE_EP_STATUS_INVALID_ARGUMENT,
+                             unsupported = NVTE_EP_STATUS_UNSUPPORTED;
       Call call{"nvte_ep_handle_dispatch", [&] { return a.dispatch(); }, {}, {}, {}, a.all()};
       call.expect(NVTE_EP_STATUS_BAD_STATE, "prepare", "before prepare", call.run);
       require(a.prepare());
       add_send_fields(&a, &call, "tokens");
       call.tensors.push_back({"topk_weights", field(&a.send.topk_weights), false});
       call.tensors.push_back({"recv_weights", field(&a.send.recv_weights), false, 0, false, true});
-      call.structs.push_back(struct_argument<nvte_ep_dispatch_args_t>("args", &a.send, NVTE_EP_DISPATCH_ARGS_V1_SIZE, [&](const nvte_ep_dispatch_args_t* other) {
-        return nvte_ep_handle_dispatch(a.handle.get(), other, a.stream);
-      }));
+      call.structs.push_back(struct_argument<nvte_ep_dispatch_args_t>(
+          "args", &a.send, NVTE_EP_DISPATCH_ARGS_V1_SIZE, [&](const nvte_ep_dispatch_args_t* other) {
+            return nvte_ep_handle_dispatch(a.handle.get(), other, a.stream);
+          }));
       if (rank.rank == 0) {
-        expect_status(invalid, nvte_ep_handle_dispatch(nullptr, &a.send, nullptr), {"nvte_ep_handle_dispatch: handle"});
+        expect_status(invalid, nvte_ep_handle_dispatch(nullptr, &a.send, nullptr),
+                      {"nvte_ep_handle_dispatch: handle"});
         a.send.scales = a.scales.tensor();
         call.expect(invalid, "scales", "without payload", call.run);
         a.send.scales = nullptr;
@@ -968,13 +1110,15 @@ TEST(Arguments, DispatchOfPackedRowsToRows) {
     run_ranks(2, [&](Rank& rank) {
       HandleArguments a(rank, format);
       require(a.prepare());
-      Array rows(host_memory(), Type::kUInt8, {kTokens, a.parts.bytes}, Bytes(static_cast<size_t>(kTokens * a.parts.bytes), 0));
+      Array rows(host_memory(), Type::kUInt8, {kTokens, a.parts.bytes},
+                 Bytes(static_cast<size_t>(kTokens * a.parts.bytes), 0));
       Array received(host_memory(), Type::kUInt8, {kSlots, a.parts.bytes});
       a.send.tokens = rows.tensor();
       a.send.received = received.tensor();
       a.send.receive = NVTE_EP_RECEIVE_ROWS;
       Call call{"nvte_ep_handle_dispatch", [&] { return a.dispatch(); }, {}, {}, {}, {}};
-      call.tensors = {{"tokens", field(&a.send.tokens), true, 16}, {"received", field(&a.send.received), true, 16, false, true}};
+      call.tensors = {{"tokens", field(&a.send.tokens), true, 16},
+                      {"received", field(&a.send.received), true, 16, false, true}};
       refuse_then_run(&a, rank, call);
     });
   }
@@ -1009,8 +1153,9 @@ TEST(Arguments, DispatchToAnOperand) {
         refuse_operands(&operand, call);
         const nvte_ep_operand_t right = operand;
         for (const auto& change : std::vector<std::function<void()>>{
-                 [&] { operand.hidden = 2 * kHidden; }, [&] { operand.num_experts = 4; }, [&] { operand.alignment = 64; },
-                 [&] { operand.capacity = kSlots / 2; }, [&] { operand.device_type = NVTE_EP_DEVICE_CUDA; }}) {
+                 [&] { operand.hidden = 2 * kHidden; }, [&] { operand.num_experts = 4; },
+                 [&] { operand.alignment = 64; }, [&] { operand.capacity = kSlots / 2; },
+                 [&] { operand.device_type = NVTE_EP_DEVICE_CUDA; }}) {
           change();
           call.expect(NVTE_EP_STATUS_INVALID_ARGUMENT, "operand", "unlike the handle", call.run);
           operand = right;
@@ -1018,12 +1163,13 @@ TEST(Arguments, DispatchToAnOperand) {
       }
       a.send.received = nullptr;
       a.send.operand = &operand;
-      call.structs.push_back(struct_argument<nvte_ep_operand_t>("operand", &operand, NVTE_EP_OPERAND_V1_SIZE, [&](const nvte_ep_operand_t* other) {
-        a.send.operand = const_cast<nvte_ep_operand_t*>(other);
-        const nvte_ep_status_t status = a.dispatch();
-        a.send.operand = &operand;
-        return status;
-      }));
+      call.structs.push_back(struct_argument<nvte_ep_operand_t>(
+          "operand", &operand, NVTE_EP_OPERAND_V1_SIZE, [&](const nvte_ep_operand_t* other) {
+            a.send.operand = const_cast<nvte_ep_operand_t*>(other);
+            const nvte_ep_status_t status = a.dispatch();
+            a.send.operand = &operand;
+            return status;
+          }));
       refuse_then_run(&a, rank, call);
     });
   }
@@ -1036,17 +1182,22 @@ TEST(Arguments, Combine) {
     args.expert_out = a.expert_out.tensor();
     args.slot_weights = a.slot_weights.tensor();
     args.result = a.result.tensor();
-    const auto run = [&](const nvte_ep_combine_args_t* other) { return nvte_ep_handle_combine(a.handle.get(), other, a.stream); };
+    const auto run = [&](const nvte_ep_combine_args_t* other) {
+      return nvte_ep_handle_combine(a.handle.get(), other, a.stream);
+    };
     Call call{"nvte_ep_handle_combine", [&] { return run(&args); }, {}, {}, {}, a.all()};
     call.expect(NVTE_EP_STATUS_BAD_STATE, "prepare", "before prepare", call.run);
     require(a.prepare());
     call.tensors = {{"expert_out", field(&args.expert_out), true, 0, false, true},
                     {"slot_weights", field(&args.slot_weights), false, 0, false, true},
                     {"result", field(&args.result)}};
-    call.numbers = {{"accumulate", &args.accumulate, {2, -1}, NVTE_EP_STATUS_UNSUPPORTED}, {"reserved0", &args.reserved0, {1}, NVTE_EP_STATUS_UNSUPPORTED}};
-    call.structs.push_back(struct_argument<nvte_ep_combine_args_t>("args", &args, NVTE_EP_COMBINE_ARGS_V1_SIZE, run));
+    call.numbers = {{"accumulate", &args.accumulate, {2, -1}, NVTE_EP_STATUS_UNSUPPORTED},
+                    {"reserved0", &args.reserved0, {1}, NVTE_EP_STATUS_UNSUPPORTED}};
+    call.structs.push_back(
+        struct_argument<nvte_ep_combine_args_t>("args", &args, NVTE_EP_COMBINE_ARGS_V1_SIZE, run));
     if (rank.rank == 0) {
-      expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_combine(nullptr, &args, nullptr), {"nvte_ep_handle_combine: handle"});
+      expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_combine(nullptr, &args, nullptr),
+                    {"nvte_ep_handle_combine: handle"});
       Array other(host_memory(), Type::kFloat16, {kTokens, kHidden});
       args.result = other.tensor();
       call.expect(NVTE_EP_STATUS_INVALID_ARGUMENT, "result", "of another dtype than expert_out", call.run);
@@ -1064,7 +1215,9 @@ TEST(Arguments, DispatchBackward) {
     args.grad_recv_weights = a.slot_weights.tensor();
     args.grad_tokens = a.result.tensor();
     args.grad_topk_weights = a.grad_topk_weights.tensor();
-    const auto run = [&](const nvte_ep_dispatch_backward_args_t* other) { return nvte_ep_handle_dispatch_backward(a.handle.get(), other, a.stream); };
+    const auto run = [&](const nvte_ep_dispatch_backward_args_t* other) {
+      return nvte_ep_handle_dispatch_backward(a.handle.get(), other, a.stream);
+    };
     Call call{"nvte_ep_handle_dispatch_backward", [&] { return run(&args); }, {}, {}, {}, a.all()};
     call.expect(NVTE_EP_STATUS_BAD_STATE, "prepare", "before prepare", call.run);
     require(a.prepare());
@@ -1072,10 +1225,14 @@ TEST(Arguments, DispatchBackward) {
                     {"grad_recv_weights", field(&args.grad_recv_weights), false, 0, false, true},
                     {"grad_tokens", field(&args.grad_tokens)},
                     {"grad_topk_weights", field(&args.grad_topk_weights), false}};
-    call.numbers = {{"accumulate", &args.accumulate, {2, -1}, NVTE_EP_STATUS_UNSUPPORTED}, {"reserved0", &args.reserved0, {1}, NVTE_EP_STATUS_UNSUPPORTED}};
-    call.structs.push_back(struct_argument<nvte_ep_dispatch_backward_args_t>("args", &args, NVTE_EP_DISPATCH_BACKWARD_ARGS_V1_SIZE, run));
+    call.numbers = {{"accumulate", &args.accumulate, {2, -1}, NVTE_EP_STATUS_UNSUPPORTED},
+                    {"reserved0", &args.reserved0, {1}, NVTE_EP_STATUS_UNSUPPORTED}};
+    call.structs.push_back(struct_argument<nvte_ep_dispatch_backward_args_t>(
+        "args", &args, NVTE_EP_DISPATCH_BACKWARD_ARGS_V1_SIZE, run));
     if (rank.rank == 0) {
-      expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_dispatch_backward(nullptr, &args, nullptr), {"nvte_ep_handle_dispatch_backward: handle"});
+      expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT,
+                    nvte_ep_handle_dispatch_backward(nullptr, &args, nullptr),
+                    {"nvte_ep_handle_dispatch_backward: handle"});
     }
     refuse_then_run(&a, rank, call);
   });
@@ -1092,7 +1249,9 @@ TEST(Arguments, CombineBackward) {
       args.slot_weights = a.slot_weights.tensor();
       args.expert_out = a.expert_out.tensor();
       args.grad_slot_weights = a.grad_slot_weights.tensor();
-      const auto run = [&](const nvte_ep_combine_backward_args_t* other) { return nvte_ep_handle_combine_backward(a.handle.get(), other, a.stream); };
+      const auto run = [&](const nvte_ep_combine_backward_args_t* other) {
+        return nvte_ep_handle_combine_backward(a.handle.get(), other, a.stream);
+      };
       Call call{"nvte_ep_handle_combine_backward", [&] { return run(&args); }, {}, {}, {}, a.all()};
       call.expect(NVTE_EP_STATUS_BAD_STATE, "prepare", "before prepare", call.run);
       require(a.prepare());
@@ -1101,16 +1260,19 @@ TEST(Arguments, CombineBackward) {
       call.tensors.push_back({"slot_weights", field(&args.slot_weights), false, 0, false, true});
       call.tensors.push_back({"expert_out", field(&args.expert_out), false, 0, false, true});
       call.tensors.push_back({"grad_slot_weights", field(&args.grad_slot_weights), false, 0, false, true});
-      call.structs.push_back(struct_argument<nvte_ep_combine_backward_args_t>("args", &args, NVTE_EP_COMBINE_BACKWARD_ARGS_V1_SIZE, run));
-      call.structs.push_back(struct_argument<nvte_ep_dispatch_args_t>("send", &a.send, NVTE_EP_DISPATCH_ARGS_V1_SIZE, [&](const nvte_ep_dispatch_args_t* other) {
-        args.send = other;
-        const nvte_ep_status_t status = run(&args);
-        args.send = &a.send;
-        return status;
-      }));
+      call.structs.push_back(struct_argument<nvte_ep_combine_backward_args_t>(
+          "args", &args, NVTE_EP_COMBINE_BACKWARD_ARGS_V1_SIZE, run));
+      call.structs.push_back(struct_argument<nvte_ep_dispatch_args_t>(
+          "send", &a.send, NVTE_EP_DISPATCH_ARGS_V1_SIZE, [&](const nvte_ep_dispatch_args_t* other) {
+            args.send = other;
+            const nvte_ep_status_t status = run(&args);
+            args.send = &a.send;
+            return status;
+          }));
       if (rank.rank == 0) {
         const nvte_ep_status_t invalid = NVTE_EP_STATUS_INVALID_ARGUMENT;
-        expect_status(invalid, nvte_ep_handle_combine_backward(nullptr, &args, nullptr), {"nvte_ep_handle_combine_backward: handle"});
+        expect_status(invalid, nvte_ep_handle_combine_backward(nullptr, &args, nullptr),
+                      {"nvte_ep_handle_combine_backward: handle"});
         a.send.topk_weights = a.topk_weights.tensor();
         call.expect(invalid, "topk_weights", "in a backward pass", call.run);
         a.send.topk_weights = nullptr;
@@ -1140,23 +1302,36 @@ TEST(Arguments, HandleCreate) {
     const Group group = make_group(rank, group_config(4, 48, 8, 96));
     nvte_ep_handle_config_t config = handle_config(2, 32);
     nvte_ep_handle_t handle = nullptr;
-    const nvte_ep_status_t invalid = NVTE_EP_STATUS_INVALID_ARGUMENT, unsupported = NVTE_EP_STATUS_UNSUPPORTED;
-    Call call{"nvte_ep_handle_create", [&] { return nvte_ep_handle_create(group.get(), &config, &handle); }, {}, {}, {}, {}};
-    call.structs.push_back(struct_argument<nvte_ep_handle_config_t>("config", &config, NVTE_EP_HANDLE_CONFIG_V1_SIZE, [&](const nvte_ep_handle_config_t* other) {
-      return nvte_ep_handle_create(group.get(), other, &handle);
-    }));
-    call.numbers = {{"config.top_k", &config.top_k, {0, -1, 5}, invalid},
-                    {"config.alignment", &config.alignment, {-1, 3, 64, 48, std::numeric_limits<int32_t>::min()}, invalid},
-                    {"config.dispatch", &config.dispatch, {3, -1, 99}, unsupported},
-                    {"config.dispatch", &config.dispatch, {NVTE_EP_FORMAT_MXFP8}, invalid},  // hidden 48
-                    {"config.combine", &config.combine, {3, -1, NVTE_EP_FORMAT_NVFP4}, unsupported},
-                    {"config.dispatch_backward", &config.dispatch_backward, {3, -1, NVTE_EP_FORMAT_NVFP4}, unsupported},
-                    {"config.combine_backward", &config.combine_backward, {3, -1}, unsupported},
-                    {"config.combine_backward", &config.combine_backward, {NVTE_EP_FORMAT_MXFP8}, invalid}};
+    const nvte_ep_status_t invalid = NVTE_EP_STATUS_INVALID_ARGUMENT,
+                           unsupported = NVTE_EP_STATUS_UNSUPPORTED;
+    Call call{"nvte_ep_handle_create",
+              [&] { return nvte_ep_handle_create(group.get(), &config, &handle); },
+              {},
+              {},
+              {},
+              {}};
+    call.structs.push_back(struct_argument<nvte_ep_handle_config_t>(
+        "config", &config, NVTE_EP_HANDLE_CONFIG_V1_SIZE, [&](const nvte_ep_handle_config_t* other) {
+          return nvte_ep_handle_create(group.get(), other, &handle);
+        }));
+    call.numbers = {
+        {"config.top_k", &config.top_k, {0, -1, 5}, invalid},
+        {"config.alignment",
+         &config.alignment,
+         {-1, 3, 64, 48, std::numeric_limits<int32_t>::min()},
+         invalid},
+        {"config.dispatch", &config.dispatch, {3, -1, 99}, unsupported},
+        {"config.dispatch", &config.dispatch, {NVTE_EP_FORMAT_MXFP8}, invalid},  // hidden 48
+        {"config.combine", &config.combine, {3, -1, NVTE_EP_FORMAT_NVFP4}, unsupported},
+        {"config.dispatch_backward", &config.dispatch_backward, {3, -1, NVTE_EP_FORMAT_NVFP4}, unsupported},
+        {"config.combine_backward", &config.combine_backward, {3, -1}, unsupported},
+        {"config.combine_backward", &config.combine_backward, {NVTE_EP_FORMAT_MXFP8}, invalid}};
     if (rank.rank == 0) {
       call.expect_refusals();
-      expect_status(invalid, nvte_ep_handle_create(nullptr, &config, &handle), {"nvte_ep_handle_create: group"});
-      expect_status(invalid, nvte_ep_handle_create(group.get(), &config, nullptr), {"nvte_ep_handle_create: handle"});
+      expect_status(invalid, nvte_ep_handle_create(nullptr, &config, &handle),
+                    {"nvte_ep_handle_create: group"});
+      expect_status(invalid, nvte_ep_handle_create(group.get(), &config, nullptr),
+                    {"nvte_ep_handle_create: handle"});
       config.alignment = 0;  // means 128, which does not divide 96
       call.expect(invalid, "config.alignment", "default", call.run);
       config.alignment = 32;
@@ -1174,22 +1349,26 @@ TEST(Arguments, EagerSlotMapsMustHoldTheTotal) {
     const Group group = make_group(rank, group_config(1, 32, 8, 0));
     const Handle handle = make_handle(group, handle_config(1, 16));
     Array idx(host_memory(), Type::kInt32, {3, 1}, bytes_of(std::vector<int32_t>(3, 0)));
-    Array few(host_memory(), Type::kInt64, {15}), enough(host_memory(), Type::kInt64, {16}), few_experts(host_memory(), Type::kInt32, {15});
+    Array few(host_memory(), Type::kInt64, {15}), enough(host_memory(), Type::kInt64, {16}),
+        few_experts(host_memory(), Type::kInt32, {15});
     int64_t total = 0;
     nvte_ep_prepare_args_t args = NVTE_EP_PREPARE_ARGS_INIT;
     args.topk_idx = idx.tensor();
     args.total_rows_host = &total;
     args.slot_source = few.tensor();
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_prepare(handle.get(), &args, nullptr), {"nvte_ep_handle_prepare: slot_source", "16", "15"});
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_prepare(handle.get(), &args, nullptr),
+                  {"nvte_ep_handle_prepare: slot_source", "16", "15"});
     EXPECT_EQ(total, 16) << "the routing is set";
     args.slot_source = enough.tensor();
     args.slot_expert = few_experts.tensor();
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_prepare(handle.get(), &args, nullptr), {"nvte_ep_handle_prepare: slot_expert"});
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_prepare(handle.get(), &args, nullptr),
+                  {"nvte_ep_handle_prepare: slot_expert"});
     Array out(host_memory(), Type::kFloat32, {15, 32}), result(host_memory(), Type::kFloat32, {3, 32});
     nvte_ep_combine_args_t combine = NVTE_EP_COMBINE_ARGS_INIT;
     combine.expert_out = out.tensor();
     combine.result = result.tensor();
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_combine(handle.get(), &combine, nullptr), {"expert_out", "16", "15"});
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_combine(handle.get(), &combine, nullptr),
+                  {"expert_out", "16", "15"});
   });
 }
 
@@ -1200,7 +1379,8 @@ TEST(Arguments, WeightsThatSomeRanksDoNotGive) {
     if (rank.rank == 1) a.send.topk_weights = nullptr;
     for (bool both_want : {true, false}) {
       a.send.recv_weights = both_want || rank.rank == 0 ? a.recv_weights.tensor() : nullptr;
-      expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, a.dispatch(), {"topk_weights", "rank 1"}, "on every rank");
+      expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, a.dispatch(), {"topk_weights", "rank 1"},
+                    "on every rank");
     }
     a.send.recv_weights = nullptr;  // nobody wants them: fine
     require(a.dispatch());
@@ -1209,7 +1389,9 @@ TEST(Arguments, WeightsThatSomeRanksDoNotGive) {
     args.grad_tokens = a.result.tensor();
     args.grad_topk_weights = a.grad_topk_weights.tensor();
     args.grad_recv_weights = rank.rank == 1 ? nullptr : a.slot_weights.tensor();
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_dispatch_backward(a.handle.get(), &args, nullptr), {"grad_recv_weights", "rank 1"});
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT,
+                  nvte_ep_handle_dispatch_backward(a.handle.get(), &args, nullptr),
+                  {"grad_recv_weights", "rank 1"});
     args.grad_recv_weights = a.slot_weights.tensor();
     require(nvte_ep_handle_dispatch_backward(a.handle.get(), &args, nullptr));
   });

@@ -14,16 +14,17 @@ struct Direction {
   int32_t format;
   int32_t receive;
 };
-constexpr Direction kDirections[] = {{NVTE_EP_FORMAT_BF16, NVTE_EP_RECEIVE_ROWS},   {NVTE_EP_FORMAT_BF16, NVTE_EP_RECEIVE_DECODED},
-                                     {NVTE_EP_FORMAT_MXFP8, NVTE_EP_RECEIVE_ROWS},  {NVTE_EP_FORMAT_MXFP8, NVTE_EP_RECEIVE_DECODED},
-                                     {NVTE_EP_FORMAT_MXFP8, NVTE_EP_RECEIVE_OPERAND}, {NVTE_EP_FORMAT_NVFP4, NVTE_EP_RECEIVE_ROWS},
-                                     {NVTE_EP_FORMAT_NVFP4, NVTE_EP_RECEIVE_DECODED}, {NVTE_EP_FORMAT_NVFP4, NVTE_EP_RECEIVE_OPERAND}};
+constexpr Direction kDirections[] = {
+    {NVTE_EP_FORMAT_BF16, NVTE_EP_RECEIVE_ROWS},     {NVTE_EP_FORMAT_BF16, NVTE_EP_RECEIVE_DECODED},
+    {NVTE_EP_FORMAT_MXFP8, NVTE_EP_RECEIVE_ROWS},    {NVTE_EP_FORMAT_MXFP8, NVTE_EP_RECEIVE_DECODED},
+    {NVTE_EP_FORMAT_MXFP8, NVTE_EP_RECEIVE_OPERAND}, {NVTE_EP_FORMAT_NVFP4, NVTE_EP_RECEIVE_ROWS},
+    {NVTE_EP_FORMAT_NVFP4, NVTE_EP_RECEIVE_DECODED}, {NVTE_EP_FORMAT_NVFP4, NVTE_EP_RECEIVE_OPERAND}};
 const char* const kReceiveNames[] = {"rows", "decoded", "operand"};
 constexpr Type kTokenTypes[] = {Type::kBFloat16, Type::kFloat16, Type::kFloat32};
 constexpr Type kIndexTypes[] = {Type::kInt32, Type::kInt64};
 constexpr Input kInputs[] = {Input::kTokens, Input::kRows, Input::kApart};
-constexpr Capacity kCapacities[] = {Capacity::kAmple, Capacity::kEager, Capacity::kNeed,
-                                    Capacity::kNeedLessUnit, Capacity::kHalf, Capacity::kUnit};
+constexpr Capacity kCapacities[] = {Capacity::kAmple,        Capacity::kEager, Capacity::kNeed,
+                                    Capacity::kNeedLessUnit, Capacity::kHalf,  Capacity::kUnit};
 
 template <typename T, size_t n>
 T pick(const T (&values)[n], Random* random) {
@@ -51,9 +52,10 @@ std::vector<LayerCase> make_cases() {
         c.hidden = large ? pick(small_sizes, &random) : pick(sizes, &random);
         c.combine = flip() ? NVTE_EP_FORMAT_MXFP8 : NVTE_EP_FORMAT_BF16;
         c.dispatch_backward = flip() ? NVTE_EP_FORMAT_MXFP8 : NVTE_EP_FORMAT_BF16;
-        const bool blocks_of_32 = c.combine == NVTE_EP_FORMAT_MXFP8 || c.dispatch_backward == NVTE_EP_FORMAT_MXFP8 ||
-                                  c.dispatch == NVTE_EP_FORMAT_MXFP8 || c.combine_backward == NVTE_EP_FORMAT_MXFP8 ||
-                                  c.receive == NVTE_EP_RECEIVE_OPERAND || c.backward_receive == NVTE_EP_RECEIVE_OPERAND;
+        const bool blocks_of_32 =
+            c.combine == NVTE_EP_FORMAT_MXFP8 || c.dispatch_backward == NVTE_EP_FORMAT_MXFP8 ||
+            c.dispatch == NVTE_EP_FORMAT_MXFP8 || c.combine_backward == NVTE_EP_FORMAT_MXFP8 ||
+            c.receive == NVTE_EP_RECEIVE_OPERAND || c.backward_receive == NVTE_EP_RECEIVE_OPERAND;
         if (blocks_of_32 && c.hidden % 32 != 0) c.hidden = 128;
         c.experts_per_rank = static_cast<int>(1 + random.below(large ? (alignment > 64 ? 1 : 2) : 4));
         c.top_k = static_cast<int>(std::min<int64_t>(num_experts(c), 1 + random.below(5)));
@@ -77,8 +79,8 @@ std::vector<LayerCase> make_cases() {
         c.accumulate = flip();
         c.strided = flip();
         c.no_outputs = random.chance(0.1);
-        c.name = "ranks" + std::to_string(ranks) + "_alignment" + std::to_string(alignment) + "_" + format_name(c.dispatch) +
-                 "_" + kReceiveNames[c.receive];
+        c.name = "ranks" + std::to_string(ranks) + "_alignment" + std::to_string(alignment) + "_" +
+                 format_name(c.dispatch) + "_" + kReceiveNames[c.receive];
         cases.push_back(c);
       }
     }
@@ -98,14 +100,16 @@ TEST_P(Conformance, EveryOutputOfALayerIsExact) {
   const auto& [venue, c] = GetParam();
   run_layer(venue, c, random_steps(c, 2));
 }
-INSTANTIATE_TEST_SUITE_P(Table, Conformance, ::testing::Combine(::testing::ValuesIn(venues()), ::testing::ValuesIn(cases())),
+INSTANTIATE_TEST_SUITE_P(Table, Conformance,
+                         ::testing::Combine(::testing::ValuesIn(venues()), ::testing::ValuesIn(cases())),
                          [](const ::testing::TestParamInfo<Row>& info) {
                            return std::get<0>(info.param).name + "_" + std::get<1>(info.param).name;
                          });
 
 TEST(ConformanceTable, EveryAvailableTransportIsInIt) {
   for (const std::string& name : available_transports()) {
-    EXPECT_TRUE(std::any_of(venues().begin(), venues().end(), [&](const Venue& v) { return v.name.rfind(name + "_", 0) == 0; }))
+    EXPECT_TRUE(std::any_of(venues().begin(), venues().end(),
+                            [&](const Venue& v) { return v.name.rfind(name + "_", 0) == 0; }))
         << name << " is listed as available and took no kind of memory that this test knows";
   }
 }
@@ -114,12 +118,25 @@ TEST(ConformanceTable, EveryValueMeetsEveryFormatAndEveryCapacity) {
   std::set<std::string> seen;
   for (const LayerCase& c : cases()) {
     const std::vector<std::pair<std::string, int64_t>> values = {
-        {"backward", c.combine_backward * 10 + c.backward_receive}, {"combine", c.combine}, {"dispatch_backward", c.dispatch_backward},
-        {"drop", c.drop}, {"index", static_cast<int>(c.index_type)}, {"count", static_cast<int>(c.count_type)},
-        {"token", static_cast<int>(c.token_type)}, {"received", static_cast<int>(c.received_type)},
-        {"input", static_cast<int>(c.input)}, {"tensor_scale", c.tensor_scale}, {"scale_layout", c.scale_layout},
-        {"columnwise", c.columnwise}, {"stochastic", c.stochastic}, {"scale_up", c.scale_up}, {"column_max", c.column_max},
-        {"saturate", c.saturate}, {"weights", c.weights}, {"slot_weights", c.slot_weights}, {"accumulate", c.accumulate},
+        {"backward", c.combine_backward * 10 + c.backward_receive},
+        {"combine", c.combine},
+        {"dispatch_backward", c.dispatch_backward},
+        {"drop", c.drop},
+        {"index", static_cast<int>(c.index_type)},
+        {"count", static_cast<int>(c.count_type)},
+        {"token", static_cast<int>(c.token_type)},
+        {"received", static_cast<int>(c.received_type)},
+        {"input", static_cast<int>(c.input)},
+        {"tensor_scale", c.tensor_scale},
+        {"scale_layout", c.scale_layout},
+        {"columnwise", c.columnwise},
+        {"stochastic", c.stochastic},
+        {"scale_up", c.scale_up},
+        {"column_max", c.column_max},
+        {"saturate", c.saturate},
+        {"weights", c.weights},
+        {"slot_weights", c.slot_weights},
+        {"accumulate", c.accumulate},
         {"strided", c.strided}};
     for (const auto& value : values) {
       const std::string text = value.first + "=" + std::to_string(value.second);

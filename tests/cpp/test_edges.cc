@@ -57,12 +57,14 @@ TEST_P(Edges, ARankWithNoTokensMayPassNothing) {
     nvte_ep_group_config_t config = group_config(2, hidden, 4, 16);
     config.transport = GetParam().transport;
     const Group group = make_group(rank, config);
-    const Handle handle = make_handle(group, handle_config(1, 16, NVTE_EP_FORMAT_NVFP4, NVTE_EP_FORMAT_NVFP4));
+    const Handle handle =
+        make_handle(group, handle_config(1, 16, NVTE_EP_FORMAT_NVFP4, NVTE_EP_FORMAT_NVFP4));
     const bool sends = rank.rank == 1;
     const Memory& memory = *GetParam().memory;
     Array idx(memory, Type::kInt64, {sends ? 4 : 0, 1}, bytes_of(std::vector<int64_t>(sends ? 4 : 0, 0)));
     require(prepare(handle, &idx));
-    Array tokens(memory, Type::kBFloat16, {4, hidden}, encode(Type::kBFloat16, std::vector<float>(4 * hidden, 1.5f)));
+    Array tokens(memory, Type::kBFloat16, {4, hidden},
+                 encode(Type::kBFloat16, std::vector<float>(4 * hidden, 1.5f)));
     Array received(memory, Type::kBFloat16, {16, hidden});
     nvte_ep_dispatch_args_t args = NVTE_EP_DISPATCH_ARGS_INIT;
     args.tokens = sends ? tokens.tensor() : nullptr;
@@ -108,7 +110,16 @@ TEST_P(Edges, AnExpertWithoutTokensHasAmaxZero) {
   layout_config.alignment = 16;
   layout_config.columnwise = 1;
   run_ranks(1, [&](Rank& rank) {
-    const Group group = make_group(rank, group_config(GetParam(), [] { LayerCase c; c.ranks = 1; c.experts_per_rank = 3; c.hidden = 32; return c; }(), 48));
+    const Group group = make_group(rank, group_config(
+                                             GetParam(),
+                                             [] {
+                                               LayerCase c;
+                                               c.ranks = 1;
+                                               c.experts_per_rank = 3;
+                                               c.hidden = 32;
+                                               return c;
+                                             }(),
+                                             48));
     const Handle handle = make_handle(group, handle_config(1, 16, NVTE_EP_FORMAT_NVFP4));
     Array idx(memory, Type::kInt64, {2, 1}, bytes_of(std::vector<int64_t>{2, 2}));
     require(prepare(handle, &idx));
@@ -145,7 +156,8 @@ TEST_P(Edges, TokensChangeFromStepToStepOnOneHandle) {
     c.accumulate = true;
     for (Capacity capacity : {Capacity::kAmple, Capacity::kEager, Capacity::kHalf}) {
       c.capacity = capacity;
-      run(c, {step_of(c, {33, 1}), step_of(c, {1, 33}, 1), step_of(c, {7, 0}, 2), step_of(c, {32, 31}, 3), step_of(c, {2, 2}, 4)});
+      run(c, {step_of(c, {33, 1}), step_of(c, {1, 33}, 1), step_of(c, {7, 0}, 2), step_of(c, {32, 31}, 3),
+              step_of(c, {2, 2}, 4)});
     }
   }
 }
@@ -157,7 +169,8 @@ TEST_P(Edges, DisagreementIsRefusedOnEveryRank) {
     nvte_ep_group_config_t config = group_config(3, rank.rank == 1 ? 64 : 32, 4, 16);
     config.transport = GetParam().transport;
     nvte_ep_group_t group = nullptr;
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_group_create(rank.comm, &config, &group), {"hidden"});
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_group_create(rank.comm, &config, &group),
+                  {"hidden"});
     EXPECT_EQ(group, nullptr);
     config.hidden = 32;
     const Group agreed = make_group(rank, config);
@@ -169,7 +182,8 @@ TEST_P(Edges, DisagreementIsRefusedOnEveryRank) {
 TEST_P(Edges, UnroutedIndicesSendNothingAndIgnoreTheirWeights) {
   for (LayerCase c : receive_cases("unrouted")) {
     c.top_k = 4;
-    Step some = step_of(c, {16, 12}), rows = step_of(c, {16, 12}, 1), all = step_of(c, {16, 12}, 2), first = step_of(c, {16, 12}, 3);
+    Step some = step_of(c, {16, 12}), rows = step_of(c, {16, 12}, 1), all = step_of(c, {16, 12}, 2),
+         first = step_of(c, {16, 12}, 3);
     for (size_t r = 0; r < 2; ++r) {
       for (size_t i = 0; i < some.ranks[r].experts.size(); ++i) {
         const float nan = std::numeric_limits<float>::quiet_NaN();
@@ -194,8 +208,15 @@ TEST_P(Edges, IndicesOutOfRangeAreReportedAndNeverTruncated) {
     c.top_k = 3;
     c.name += info_of(index).name;
     Step step = step_of(c, {16, 16});
-    const int64_t wide[] = {4, 1000, -2, std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max(),
-                            int64_t{1} << 32, (int64_t{1} << 32) + 1, std::numeric_limits<int64_t>::min(), (int64_t{1} << 40) + 2};
+    const int64_t wide[] = {4,
+                            1000,
+                            -2,
+                            std::numeric_limits<int32_t>::min(),
+                            std::numeric_limits<int32_t>::max(),
+                            int64_t{1} << 32,
+                            (int64_t{1} << 32) + 1,
+                            std::numeric_limits<int64_t>::min(),
+                            (int64_t{1} << 40) + 2};
     for (size_t i = 0; i < step.ranks[0].experts.size(); i += 2) {
       step.ranks[0].experts[i] = wide[i / 2 % (index == Type::kInt32 ? 5 : std::size(wide))];
     }
@@ -209,9 +230,11 @@ TEST_P(Edges, TheFirstMentionOfAnExpertCounts) {
     Step step = step_of(c, {8, 3});
     for (RankInputs& in : step.ranks) {
       for (int64_t t = 0; t < in.tokens; ++t) {
-        const std::vector<int64_t> choices = t % 2 ? std::vector<int64_t>{3, 3, 1, 1, 1, 0} : std::vector<int64_t>(6, t % 4);
+        const std::vector<int64_t> choices =
+            t % 2 ? std::vector<int64_t>{3, 3, 1, 1, 1, 0} : std::vector<int64_t>(6, t % 4);
         std::copy(choices.begin(), choices.end(), in.experts.begin() + t * 6);
-        for (int k = 0; k < 6; ++k) in.weights[static_cast<size_t>(t * 6 + k)] = 0.125f * static_cast<float>(k + 1);
+        for (int k = 0; k < 6; ++k)
+          in.weights[static_cast<size_t>(t * 6 + k)] = 0.125f * static_cast<float>(k + 1);
       }
     }
     run(c, {step});
@@ -267,7 +290,8 @@ TEST_P(Edges, OverflowKeepsTheFirstSlotsExactly) {
 class SparseMemory {
  public:
   explicit SparseMemory(size_t bytes) : bytes_(bytes) {
-    void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* base =
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) throw RankFailure("no address space for a sparse array");
     base_ = static_cast<uint8_t*>(base);
   }
@@ -285,8 +309,12 @@ class SparseMemory {
 class SparseMatrix {
  public:
   SparseMatrix(Type type, int64_t rows, int64_t columns)
-      : type_(type), rows_(rows), row_bytes_(columns * item_bytes(type)), memory_(static_cast<size_t>((rows - 1) * kPitch * item_bytes(type) + row_bytes_)) {
-    tensor_ = nvte_ep_tensor_2d(memory_.data(), rows, columns, info_of(type).code, info_of(type).bits, NVTE_EP_DEVICE_CPU, 0);
+      : type_(type),
+        rows_(rows),
+        row_bytes_(columns * item_bytes(type)),
+        memory_(static_cast<size_t>((rows - 1) * kPitch * item_bytes(type) + row_bytes_)) {
+    tensor_ = nvte_ep_tensor_2d(memory_.data(), rows, columns, info_of(type).code, info_of(type).bits,
+                                NVTE_EP_DEVICE_CPU, 0);
     tensor_.strides[0] = kPitch;
     tensor_.strides[1] = 1;
   }
@@ -315,7 +343,8 @@ TEST(Sizes, CodecsReachRowsBeyond4GiB) {
   const std::vector<float> x = random_tokens(&random, 3, hidden);
   for (int32_t format : {NVTE_EP_FORMAT_MXFP8, NVTE_EP_FORMAT_NVFP4}) {
     const RowParts parts = row_parts(format, hidden);
-    SparseMatrix tokens(Type::kFloat32, 3, hidden), rows(Type::kUInt8, 3, parts.bytes), back(Type::kBFloat16, 3, hidden);
+    SparseMatrix tokens(Type::kFloat32, 3, hidden), rows(Type::kUInt8, 3, parts.bytes),
+        back(Type::kBFloat16, 3, hidden);
     tokens.set(encode(Type::kFloat32, x));
     require(codec_of(format).pack(tokens.tensor(), rows.tensor(), nullptr, nullptr));
     const Bytes expected = pack(format, Type::kFloat32, x, hidden);
@@ -325,11 +354,14 @@ TEST(Sizes, CodecsReachRowsBeyond4GiB) {
     SparseMatrix payload(Type::kUInt8, 3, parts.payload), scales(Type::kUInt8, 3, parts.scales);
     Array token_scales(host_memory(), Type::kFloat32, {3});
     if (format == NVTE_EP_FORMAT_NVFP4) {
-      require(nvte_ep_nvfp4_quantize(tokens.tensor(), payload.tensor(), scales.tensor(), token_scales.tensor(), nullptr, nullptr));
+      require(nvte_ep_nvfp4_quantize(tokens.tensor(), payload.tensor(), scales.tensor(),
+                                     token_scales.tensor(), nullptr, nullptr));
     } else {
       require(nvte_ep_mxfp8_quantize(tokens.tensor(), payload.tensor(), scales.tensor(), nullptr, nullptr));
     }
-    expect_bytes("assembled", expected, assemble(format, {payload.get(), scales.get(), token_scales.get()}, hidden, 0), 1, parts.bytes);
+    expect_bytes("assembled", expected,
+                 assemble(format, {payload.get(), scales.get(), token_scales.get()}, hidden, 0), 1,
+                 parts.bytes);
   }
 }
 
@@ -340,7 +372,8 @@ TEST(Sizes, LayersReachRowsBeyond4GiB) {
     const Handle handle = make_handle(group, handle_config(1, 1, NVTE_EP_FORMAT_BF16, NVTE_EP_FORMAT_NVFP4));
     Random random(seed_of("sparse layer"));
     const std::vector<float> x = rounded(Type::kBFloat16, random_tokens(&random, 3, hidden));
-    SparseMatrix idx(Type::kInt32, 3, 1), tokens(Type::kBFloat16, 3, hidden), received(Type::kBFloat16, 4, hidden);
+    SparseMatrix idx(Type::kInt32, 3, 1), tokens(Type::kBFloat16, 3, hidden),
+        received(Type::kBFloat16, 4, hidden);
     SparseMatrix result(Type::kBFloat16, 3, hidden), weights(Type::kFloat32, 3, 1);
     idx.set(bytes_of(std::vector<int32_t>(3, 0)));
     tokens.set(encode(Type::kBFloat16, x));
@@ -370,7 +403,8 @@ TEST(Sizes, LayersReachRowsBeyond4GiB) {
     nvte_ep_combine_backward_args_t backward = NVTE_EP_COMBINE_BACKWARD_ARGS_INIT;
     backward.send = &args;
     require(nvte_ep_handle_combine_backward(handle.get(), &backward, nullptr));
-    expected = unpack(NVTE_EP_FORMAT_NVFP4, pack(NVTE_EP_FORMAT_NVFP4, Type::kBFloat16, x, hidden), hidden, Type::kBFloat16);
+    expected = unpack(NVTE_EP_FORMAT_NVFP4, pack(NVTE_EP_FORMAT_NVFP4, Type::kBFloat16, x, hidden), hidden,
+                      Type::kBFloat16);
     expected.resize(expected.size() + 2 * hidden, 0);
     expect_bytes("gradient", expected, received.get(), 2, hidden);
   });
@@ -385,12 +419,13 @@ TEST(Zeros, DecodeToExactZeroAndFiniteInputNeverMakesANanScale) {
   for (int64_t t = 0; t < 40; ++t) {
     for (int64_t h = 0; h < hidden; ++h) {
       float& value = x[static_cast<size_t>(t * hidden + h)];
-      if (t % 8 == 0) value = h % 2 ? -0.0f : 0.0f;                                        // a zero token
-      if (t % 8 == 1 && h / 32 == 1) value = -0.0f;                                        // a zero block
-      if (t % 8 == 2) value = std::copysign(3.3895e38f, value);                            // the largest BF16 values
-      if (t % 8 == 3) value = std::ldexp(value, -140);                                     // subnormals
-      if (t % 8 == 4) value = h == 50 ? 3.0e38f : std::ldexp(value, -140);                 // both in one token
-      if (t % 8 == 5) value = std::copysign(std::numeric_limits<float>::max(), value);     // the largest FP32 values
+      if (t % 8 == 0) value = h % 2 ? -0.0f : 0.0f;                         // a zero token
+      if (t % 8 == 1 && h / 32 == 1) value = -0.0f;                         // a zero block
+      if (t % 8 == 2) value = std::copysign(3.3895e38f, value);             // the largest BF16 values
+      if (t % 8 == 3) value = std::ldexp(value, -140);                      // subnormals
+      if (t % 8 == 4) value = h == 50 ? 3.0e38f : std::ldexp(value, -140);  // both in one token
+      if (t % 8 == 5)
+        value = std::copysign(std::numeric_limits<float>::max(), value);  // the largest FP32 values
     }
   }
   for (Type type : {Type::kBFloat16, Type::kFloat32}) {
@@ -399,13 +434,15 @@ TEST(Zeros, DecodeToExactZeroAndFiniteInputNeverMakesANanScale) {
     const RowParts parts = row_parts(NVTE_EP_FORMAT_NVFP4, hidden);
     for (size_t t = 0; t < 40; ++t) {
       for (int64_t b = 0; b < parts.scales; ++b) {
-        const uint8_t scale = rows[t * static_cast<size_t>(parts.bytes) + static_cast<size_t>(parts.payload + b)];
+        const uint8_t scale =
+            rows[t * static_cast<size_t>(parts.bytes) + static_cast<size_t>(parts.payload + b)];
         if (type == Type::kBFloat16 && t % 8 == 5) continue;  // rounds to infinity
         ASSERT_LT(scale, 0x7F) << "token " << t << " block " << b;
       }
     }
     for (int32_t format : {NVTE_EP_FORMAT_MXFP8, NVTE_EP_FORMAT_NVFP4}) {
-      const std::vector<float> y = decode(Type::kFloat32, unpack(format, pack(format, type, tokens, hidden), hidden, Type::kFloat32));
+      const std::vector<float> y =
+          decode(Type::kFloat32, unpack(format, pack(format, type, tokens, hidden), hidden, Type::kFloat32));
       for (size_t i = 0; i < y.size(); ++i) {
         const size_t t = i / static_cast<size_t>(hidden);
         const size_t block = i % static_cast<size_t>(hidden) / 32;
@@ -461,7 +498,8 @@ TEST(NonFinite, OtherTokensOfTheOperandKeepTheirBytes) {
     nvte_ep_operand_layout_t layout = NVTE_EP_OPERAND_LAYOUT_INIT;
     require(nvte_ep_operand_layout(&config, &layout));
     const auto receive = [&](const std::vector<float>& values) {
-      Array rows(host_memory(), Type::kUInt8, {tokens, row_parts(format, hidden).bytes}, pack(format, Type::kBFloat16, values, hidden));
+      Array rows(host_memory(), Type::kUInt8, {tokens, row_parts(format, hidden).bytes},
+                 pack(format, Type::kBFloat16, values, hidden));
       Array counts(host_memory(), Type::kInt64, {1}, bytes_of(std::vector<int64_t>{tokens}));
       Array buffer(host_memory(), Type::kUInt8, {layout.total_bytes});
       nvte_ep_operand_t operand = NVTE_EP_OPERAND_INIT;
@@ -485,19 +523,26 @@ TEST(NonFinite, OtherTokensOfTheOperandKeepTheirBytes) {
           ASSERT_TRUE(same(layout.payload_offset + t * row_payload, row_payload)) << what << " row " << t;
           ASSERT_TRUE(same(layout.scales_offset + t * columns, columns)) << what << " row " << t;
         }
-        for (int64_t h = 0; h < hidden && t / block != hurt / block; ++h) {  // columnwise, blocks of other tokens
+        for (int64_t h = 0; h < hidden && t / block != hurt / block;
+             ++h) {  // columnwise, blocks of other tokens
           const int64_t payload_at = format == NVTE_EP_FORMAT_MXFP8 ? t * hidden + h : h * tokens / 2 + t / 2;
-          const int64_t scale_at = format == NVTE_EP_FORMAT_MXFP8 ? t / block * hidden + h : h * (tokens / block) + t / block;
+          const int64_t scale_at =
+              format == NVTE_EP_FORMAT_MXFP8 ? t / block * hidden + h : h * (tokens / block) + t / block;
           ASSERT_TRUE(same(layout.columnwise_payload_offset + payload_at, 1)) << what << " " << t << " " << h;
           ASSERT_TRUE(same(layout.columnwise_scales_offset + scale_at, 1)) << what << " " << t << " " << h;
         }
       }
       if (format == NVTE_EP_FORMAT_NVFP4) {
-        for (int64_t j = 0; j < columns; ++j) EXPECT_EQ(got[static_cast<size_t>(layout.scales_offset + hurt * columns + j)], 0x7F) << what;
+        for (int64_t j = 0; j < columns; ++j)
+          EXPECT_EQ(got[static_cast<size_t>(layout.scales_offset + hurt * columns + j)], 0x7F) << what;
         for (int64_t h = 0; h < hidden; ++h) {
-          EXPECT_EQ(got[static_cast<size_t>(layout.columnwise_scales_offset + h * (tokens / block) + hurt / block)], 0x7F) << what << " " << h;
+          EXPECT_EQ(
+              got[static_cast<size_t>(layout.columnwise_scales_offset + h * (tokens / block) + hurt / block)],
+              0x7F)
+              << what << " " << h;
         }
-        EXPECT_TRUE(std::equal(clean.begin() + layout.amax_offset, clean.begin() + layout.amax_offset + 4, got.begin() + layout.amax_offset))
+        EXPECT_TRUE(std::equal(clean.begin() + layout.amax_offset, clean.begin() + layout.amax_offset + 4,
+                               got.begin() + layout.amax_offset))
             << "amax comes from the other rows";
       }
     }
@@ -525,7 +570,8 @@ TEST(HostileRows, IllegalTokenScalesReadAsNanAndTheSignOfAScaleIsIgnored) {
       EXPECT_EQ(first, std::ldexp(0.5, k)) << k;
     }
   }
-  for (uint32_t illegal : {0x80000000u, 0xBF800000u, 0x3F800001u, 0x3FC00000u, 0x00000001u, 0x007FFFFFu, 0x7F800000u, 0x7FC00000u, 0xFFFFFFFFu}) {
+  for (uint32_t illegal : {0x80000000u, 0xBF800000u, 0x3F800001u, 0x3FC00000u, 0x00000001u, 0x007FFFFFu,
+                           0x7F800000u, 0x7FC00000u, 0xFFFFFFFFu}) {
     for (float y : decode_with(illegal, one)) EXPECT_TRUE(std::isnan(y)) << std::hex << illegal;
   }
   for (float y : decode_with(0, one)) EXPECT_EQ(y, 0.0f);
@@ -547,7 +593,8 @@ TEST_P(Edges, StochasticRoundingFollowsIdsAndNotRanksOrTime) {
     rows_of[0].emplace_back();
     rows_of[1].emplace_back();
     run_ranks(2, [&](Rank& rank) {
-      if (rank.rank == round) std::this_thread::sleep_for(std::chrono::milliseconds(5));  // the order of ranks changes
+      if (rank.rank == round)
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));  // the order of ranks changes
       nvte_ep_group_config_t config = group_config(2, hidden, tokens, 2 * tokens);
       config.transport = GetParam().transport;
       const Group group = make_group(rank, config);
@@ -571,16 +618,21 @@ TEST_P(Edges, StochasticRoundingFollowsIdsAndNotRanksOrTime) {
   const size_t row_bytes = static_cast<size_t>(row_parts(NVTE_EP_FORMAT_NVFP4, hidden).bytes);
   std::set<Bytes> different;
   for (const Bytes& rows : {rows_of[0][0], rows_of[1][0]}) {
-    for (size_t t = 0; t < tokens; ++t) different.emplace(rows.begin() + static_cast<std::ptrdiff_t>(t * row_bytes), rows.begin() + static_cast<std::ptrdiff_t>(t * row_bytes) + hidden / 2);
+    for (size_t t = 0; t < tokens; ++t)
+      different.emplace(rows.begin() + static_cast<std::ptrdiff_t>(t * row_bytes),
+                        rows.begin() + static_cast<std::ptrdiff_t>(t * row_bytes) + hidden / 2);
   }
-  EXPECT_EQ(different.size(), 2 * static_cast<size_t>(tokens)) << "equal tokens draw differently on every row of every rank";
+  EXPECT_EQ(different.size(), 2 * static_cast<size_t>(tokens))
+      << "equal tokens draw differently on every row of every rank";
 }
 
 // ---- zero_copy -----------------------------------------------------------------------------------------------------------------------
 
 // Bytes of symmetric memory seen as a tensor.
-nvte_ep_tensor_t view(void* base, int64_t offset, int64_t rows, int64_t columns, Type type, const Memory& memory) {
-  return nvte_ep_tensor_2d(static_cast<uint8_t*>(base) + offset, rows, columns, info_of(type).code, info_of(type).bits, memory.device_type, 0);
+nvte_ep_tensor_t view(void* base, int64_t offset, int64_t rows, int64_t columns, Type type,
+                      const Memory& memory) {
+  return nvte_ep_tensor_2d(static_cast<uint8_t*>(base) + offset, rows, columns, info_of(type).code,
+                           info_of(type).bits, memory.device_type, 0);
 }
 
 TEST_P(Edges, ZeroCopyTensorsLieInSymmetricMemoryAtEqualOffsets) {
@@ -608,14 +660,18 @@ TEST_P(Edges, ZeroCopyTensorsLieInSymmetricMemoryAtEqualOffsets) {
     args.tokens = in.tensor();
     args.receive = NVTE_EP_RECEIVE_DECODED;
     args.received = outside.tensor();
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_dispatch(handle.get(), &args, nullptr), {"received", "mem_alloc"});
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_dispatch(handle.get(), &args, nullptr),
+                  {"received", "mem_alloc"});
     args.received = &beyond;  // begins inside and ends outside
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_dispatch(handle.get(), &args, nullptr), {"received", "mem_alloc"});
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_dispatch(handle.get(), &args, nullptr),
+                  {"received", "mem_alloc"});
     args.received = &uneven;
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_dispatch(handle.get(), &args, nullptr), {"offset"}, "on both ranks");
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_dispatch(handle.get(), &args, nullptr),
+                  {"offset"}, "on both ranks");
     args.received = &good;
     require(nvte_ep_handle_dispatch(handle.get(), &args, nullptr));
-    Bytes expected = encode(Type::kBFloat16, std::vector<float>(static_cast<size_t>(tokens * hidden), 2.0f - static_cast<float>(rank.rank)));
+    Bytes expected = encode(Type::kBFloat16, std::vector<float>(static_cast<size_t>(tokens * hidden),
+                                                                2.0f - static_cast<float>(rank.rank)));
     expected.resize(static_cast<size_t>(bytes), 0);
     Bytes got(expected.size());
     memory.copy(got.data(), good.data, got.size());
@@ -629,10 +685,12 @@ TEST_P(Edges, ZeroCopyTensorsLieInSymmetricMemoryAtEqualOffsets) {
     wide.strides[1] = 1;
     for (nvte_ep_tensor_t* wrong : {outside.tensor(), &beyond, &wide}) {
       combine.expert_out = wrong;
-      expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_combine(handle.get(), &combine, nullptr), {"expert_out", "mem_alloc"});
+      expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_combine(handle.get(), &combine, nullptr),
+                    {"expert_out", "mem_alloc"});
     }
     combine.expert_out = &uneven;
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_combine(handle.get(), &combine, nullptr), {"offset"});
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_combine(handle.get(), &combine, nullptr),
+                  {"offset"});
     combine.expert_out = &good;
     require(nvte_ep_handle_combine(handle.get(), &combine, nullptr));
     expect_bytes("result", encode(Type::kBFloat16, x), result.get(), 2, hidden);
@@ -647,18 +705,26 @@ TEST_P(Edges, SymmetricMemoryIsCollectiveWithEqualSizes) {
     const Group group = make_group(rank, config);
     void* first = nullptr;
     void* second = nullptr;
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_mem_alloc(group.get(), rank.rank == 2 ? 512 : 256, &first), {"nvte_ep_mem_alloc: bytes"});
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT,
+                  nvte_ep_mem_alloc(group.get(), rank.rank == 2 ? 512 : 256, &first),
+                  {"nvte_ep_mem_alloc: bytes"});
     EXPECT_EQ(first, nullptr);
     require(nvte_ep_mem_alloc(group.get(), 100, &first));
     require(nvte_ep_mem_alloc(group.get(), 5000, &second));
     const Bytes fill(5000, static_cast<uint8_t>(rank.rank));
     GetParam().memory->copy(second, fill.data(), fill.size());
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_mem_free(group.get(), rank.rank == 0 ? second : first), {"nvte_ep_mem_free"}, "different blocks");
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_mem_free(group.get(), static_cast<uint8_t*>(second) + 256), {"nvte_ep_mem_free: pointer"});
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT,
+                  nvte_ep_mem_free(group.get(), rank.rank == 0 ? second : first), {"nvte_ep_mem_free"},
+                  "different blocks");
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT,
+                  nvte_ep_mem_free(group.get(), static_cast<uint8_t*>(second) + 256),
+                  {"nvte_ep_mem_free: pointer"});
     int on_the_stack = 0;
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_mem_free(group.get(), &on_the_stack), {"nvte_ep_mem_free: pointer"});
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_mem_free(group.get(), &on_the_stack),
+                  {"nvte_ep_mem_free: pointer"});
     require(nvte_ep_mem_free(group.get(), first));
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_mem_free(group.get(), first), {"nvte_ep_mem_free: pointer"}, "twice");
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_mem_free(group.get(), first),
+                  {"nvte_ep_mem_free: pointer"}, "twice");
     require(nvte_ep_mem_free(group.get(), nullptr));
     Bytes back(5000);
     GetParam().memory->copy(back.data(), second, back.size());

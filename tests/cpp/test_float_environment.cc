@@ -63,7 +63,8 @@ void expect_same_bytes(const std::vector<Call>& calls) {
     for (Array* output : call.outputs) expected.push_back(output->get());
   }
   for (const Call& call : calls) {
-    for (Array* output : call.outputs) output->set(Bytes(static_cast<size_t>(output->size() * item_bytes(output->type())), kPoison));
+    for (Array* output : call.outputs)
+      output->set(Bytes(static_cast<size_t>(output->size() * item_bytes(output->type())), kPoison));
   }
   for (const Call& call : calls) {
     nvte_ep_status_t status;
@@ -102,11 +103,15 @@ TEST(FloatEnvironment, CodecsGiveTheSameBytes) {
     const Memory& host = host_memory();
     Array tokens(host, Type::kFloat32, {kTokens, kHidden}, encode(Type::kFloat32, x));
     Array halves(host, Type::kFloat16, {kTokens, kHidden}, encode(Type::kFloat16, x));
-    Array rows(host, Type::kUInt8, {kTokens, parts.bytes}), rows_of_halves(host, Type::kUInt8, {kTokens, parts.bytes});
-    Array payload(host, Type::kUInt8, {kTokens, parts.payload}), scales(host, Type::kUInt8, {kTokens, parts.scales});
+    Array rows(host, Type::kUInt8, {kTokens, parts.bytes}),
+        rows_of_halves(host, Type::kUInt8, {kTokens, parts.bytes});
+    Array payload(host, Type::kUInt8, {kTokens, parts.payload}),
+        scales(host, Type::kUInt8, {kTokens, parts.scales});
     Array token_scales(host, Type::kFloat32, {kTokens});
-    Array float32(host, Type::kFloat32, {kTokens, kHidden}), float16(host, Type::kFloat16, {kTokens, kHidden});
-    Array bfloat16(host, Type::kBFloat16, {kTokens, kHidden}), apart(host, Type::kBFloat16, {kTokens, kHidden});
+    Array float32(host, Type::kFloat32, {kTokens, kHidden}),
+        float16(host, Type::kFloat16, {kTokens, kHidden});
+    Array bfloat16(host, Type::kBFloat16, {kTokens, kHidden}),
+        apart(host, Type::kBFloat16, {kTokens, kHidden});
     Array counts(host, Type::kInt32, {2}, bytes_of(std::vector<int32_t>{64, 128}));
     nvte_ep_operand_config_t config = NVTE_EP_OPERAND_CONFIG_INIT;
     config.format = format;
@@ -122,23 +127,37 @@ TEST(FloatEnvironment, CodecsGiveTheSameBytes) {
     require(nvte_ep_operand_bind(&config, buffer.tensor(), &operand));
     expect_same_bytes({
         {"pack", [&] { return codec.pack(tokens.tensor(), rows.tensor(), nullptr, nullptr); }, {&rows}},
-        {"pack of float16", [&] { return codec.pack(halves.tensor(), rows_of_halves.tensor(), nullptr, nullptr); }, {&rows_of_halves}},
+        {"pack of float16",
+         [&] { return codec.pack(halves.tensor(), rows_of_halves.tensor(), nullptr, nullptr); },
+         {&rows_of_halves}},
         {"quantize",
          [&] {
-           return nvfp4 ? nvte_ep_nvfp4_quantize(tokens.tensor(), payload.tensor(), scales.tensor(), token_scales.tensor(), nullptr, nullptr)
-                        : nvte_ep_mxfp8_quantize(tokens.tensor(), payload.tensor(), scales.tensor(), nullptr, nullptr);
+           return nvfp4 ? nvte_ep_nvfp4_quantize(tokens.tensor(), payload.tensor(), scales.tensor(),
+                                                 token_scales.tensor(), nullptr, nullptr)
+                        : nvte_ep_mxfp8_quantize(tokens.tensor(), payload.tensor(), scales.tensor(), nullptr,
+                                                 nullptr);
          },
          {&payload, &scales, &token_scales}},
-        {"unpack to float32", [&] { return codec.unpack(rows.tensor(), float32.tensor(), nullptr, nullptr); }, {&float32}},
-        {"unpack to float16", [&] { return codec.unpack(rows.tensor(), float16.tensor(), nullptr, nullptr); }, {&float16}},
-        {"unpack to bfloat16", [&] { return codec.unpack(rows.tensor(), bfloat16.tensor(), nullptr, nullptr); }, {&bfloat16}},
+        {"unpack to float32",
+         [&] { return codec.unpack(rows.tensor(), float32.tensor(), nullptr, nullptr); },
+         {&float32}},
+        {"unpack to float16",
+         [&] { return codec.unpack(rows.tensor(), float16.tensor(), nullptr, nullptr); },
+         {&float16}},
+        {"unpack to bfloat16",
+         [&] { return codec.unpack(rows.tensor(), bfloat16.tensor(), nullptr, nullptr); },
+         {&bfloat16}},
         {"dequantize",
          [&] {
-           return nvfp4 ? nvte_ep_nvfp4_dequantize(payload.tensor(), scales.tensor(), token_scales.tensor(), apart.tensor(), nullptr, nullptr)
-                        : nvte_ep_mxfp8_dequantize(payload.tensor(), scales.tensor(), apart.tensor(), nullptr, nullptr);
+           return nvfp4 ? nvte_ep_nvfp4_dequantize(payload.tensor(), scales.tensor(), token_scales.tensor(),
+                                                   apart.tensor(), nullptr, nullptr)
+                        : nvte_ep_mxfp8_dequantize(payload.tensor(), scales.tensor(), apart.tensor(), nullptr,
+                                                   nullptr);
          },
          {&apart}},
-        {"direct_receive", [&] { return codec.direct_receive(rows.tensor(), counts.tensor(), &operand, nullptr, nullptr); }, {&buffer}},
+        {"direct_receive",
+         [&] { return codec.direct_receive(rows.tensor(), counts.tensor(), &operand, nullptr, nullptr); },
+         {&buffer}},
     });
   }
 }
@@ -159,11 +178,13 @@ TEST(FloatEnvironment, SumsGiveTheSameBytes) {
       both.insert(both.end(), x.begin() + 5, x.end());
       both.insert(both.end(), x.begin(), x.begin() + 5);
       Array out(host_memory(), Type::kFloat32, {2 * kTokens, kHidden}, encode(Type::kFloat32, both));
-      Array weights(host_memory(), Type::kFloat32, {2 * kTokens}, bytes_of(std::vector<float>(2 * kTokens, 0.3f)));
+      Array weights(host_memory(), Type::kFloat32, {2 * kTokens},
+                    bytes_of(std::vector<float>(2 * kTokens, 0.3f)));
       Array result(host_memory(), Type::kFloat32, {kTokens, kHidden});
       Array narrow_out(host_memory(), Type::kBFloat16, {2 * kTokens, kHidden}, encode(Type::kBFloat16, both));
       Array narrow(host_memory(), Type::kBFloat16, {kTokens, kHidden});
-      Array grads(host_memory(), Type::kFloat32, {2 * kTokens, kHidden}), dots(host_memory(), Type::kFloat32, {2 * kTokens});
+      Array grads(host_memory(), Type::kFloat32, {2 * kTokens, kHidden}),
+          dots(host_memory(), Type::kFloat32, {2 * kTokens});
       Array grad(host_memory(), Type::kFloat32, {kTokens, kHidden}, encode(Type::kFloat32, x));
       nvte_ep_combine_args_t wide_args = NVTE_EP_COMBINE_ARGS_INIT;
       wide_args.expert_out = out.tensor();
@@ -182,9 +203,15 @@ TEST(FloatEnvironment, SumsGiveTheSameBytes) {
       backward.expert_out = out.tensor();
       backward.grad_slot_weights = dots.tensor();
       expect_same_bytes({
-          {"combine of float32", [&] { return nvte_ep_handle_combine(handle.get(), &wide_args, nullptr); }, {&result}},
-          {"combine of bfloat16", [&] { return nvte_ep_handle_combine(handle.get(), &narrow_args, nullptr); }, {&narrow}},
-          {"combine_backward", [&] { return nvte_ep_handle_combine_backward(handle.get(), &backward, nullptr); }, {&grads, &dots}},
+          {"combine of float32",
+           [&] { return nvte_ep_handle_combine(handle.get(), &wide_args, nullptr); },
+           {&result}},
+          {"combine of bfloat16",
+           [&] { return nvte_ep_handle_combine(handle.get(), &narrow_args, nullptr); },
+           {&narrow}},
+          {"combine_backward",
+           [&] { return nvte_ep_handle_combine_backward(handle.get(), &backward, nullptr); },
+           {&grads, &dots}},
       });
     }
   });

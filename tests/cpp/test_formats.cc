@@ -84,7 +84,8 @@ TEST(E4m3, ScalingByAPowerOfTwoRoundsOnce) {
   for (int code = 0; code < 127; ++code) {
     for (int d = -300; d <= 300; ++d) {
       const double exact = std::ldexp(e4m3_value(code), -std::min(std::max(d, -40), 40));
-      ASSERT_EQ(lib::e4m3_scale_exponent(static_cast<uint8_t>(code), d), nearest_code(exact, 126, e4m3_value)) << code << " " << d;
+      ASSERT_EQ(lib::e4m3_scale_exponent(static_cast<uint8_t>(code), d), nearest_code(exact, 126, e4m3_value))
+          << code << " " << d;
     }
   }
 }
@@ -94,7 +95,8 @@ TEST(E2m1, EveryCodeDecodesAndComesBack) {
     const float value = lib::e2m1_to_float(code);
     EXPECT_EQ(value, e2m1_value(static_cast<int>(code)));
     EXPECT_EQ(lib::float_to_e2m1(value), code);
-    for (uint32_t byte = 0; byte < 256; ++byte) EXPECT_EQ(lib::float_to_e2m1_stochastic(value, byte), code) << byte;
+    for (uint32_t byte = 0; byte < 256; ++byte)
+      EXPECT_EQ(lib::float_to_e2m1_stochastic(value, byte), code) << byte;
   }
 }
 
@@ -118,7 +120,8 @@ TEST(E2m1, StochasticRoundingHitsNeighboursInProportion) {
     uint32_t last = 0;
     for (uint32_t byte = 0; byte < 256; ++byte) {
       const uint32_t code = lib::float_to_e2m1_stochastic(x, byte);
-      ASSERT_TRUE(code == static_cast<uint32_t>(below) || code == static_cast<uint32_t>(above)) << x << " " << byte;
+      ASSERT_TRUE(code == static_cast<uint32_t>(below) || code == static_cast<uint32_t>(above))
+          << x << " " << byte;
       ASSERT_GE(code, last) << "a larger byte never rounds lower: " << x;
       ASSERT_EQ(lib::float_to_e2m1_stochastic(-x, byte), code | 8);
       last = code;
@@ -177,9 +180,12 @@ TEST(Philox, KnownAnswersOfItsAuthors) {
   } const vectors[] = {
       {{0, 0, 0, 0}, {0, 0}, {0x6627E8D5u, 0xE169C58Du, 0xBC57AC4Cu, 0x9B00DBD8u}},
       {{~0u, ~0u, ~0u, ~0u}, {~0u, ~0u}, {0x408F276Du, 0x41C83B0Eu, 0xA20BC7C6u, 0x6D5451FDu}},
-      {{0x243F6A88u, 0x85A308D3u, 0x13198A2Eu, 0x03707344u}, {0xA4093822u, 0x299F31D0u}, {0xD16CFE09u, 0x94FDCCEBu, 0x5001E420u, 0x24126EA1u}}};
+      {{0x243F6A88u, 0x85A308D3u, 0x13198A2Eu, 0x03707344u},
+       {0xA4093822u, 0x299F31D0u},
+       {0xD16CFE09u, 0x94FDCCEBu, 0x5001E420u, 0x24126EA1u}}};
   for (const auto& v : vectors) {
-    const lib::Philox4 out = lib::philox4x32_10(v.counter[0], v.counter[1], v.counter[2], v.counter[3], v.key[0], v.key[1]);
+    const lib::Philox4 out =
+        lib::philox4x32_10(v.counter[0], v.counter[1], v.counter[2], v.counter[3], v.key[0], v.key[1]);
     for (int i = 0; i < 4; ++i) EXPECT_EQ(out.word[i], v.words[i]);
   }
 }
@@ -190,7 +196,8 @@ TEST(RandomBlock, IdentitiesDoNotCollide) {
   for (uint64_t seed : {uint64_t{0}, uint64_t{1}, uint64_t{1} << 32}) {
     for (uint64_t offset : {uint64_t{0}, uint64_t{1}, uint64_t{1} << 32, uint64_t{1} << 62}) {
       for (lib::RandomStream stream : {lib::RandomStream::kRow, lib::RandomStream::kColumn}) {
-        for (uint64_t block : {uint64_t{0}, uint64_t{1}, uint64_t{1} << 32, uint64_t{1} << 54, uint64_t{1023} << 54}) {
+        for (uint64_t block :
+             {uint64_t{0}, uint64_t{1}, uint64_t{1} << 32, uint64_t{1} << 54, uint64_t{1023} << 54}) {
           const lib::Philox4 out = lib::random_block(seed, offset, stream, block);
           seen.insert(std::vector<uint32_t>(out.word, out.word + 4));
           ++draws;
@@ -220,7 +227,8 @@ TEST(Hadamard, IsTheMatrixWithSigns) {
     lib::hadamard16(v);
     for (int n = 0; n < 16; ++n) {
       double y = 0;
-      for (int k = 0; k < 16; ++k) y += x[k] * sign[k] * (__builtin_popcount(static_cast<unsigned>(n & k)) % 2 ? -0.25 : 0.25);
+      for (int k = 0; k < 16; ++k)
+        y += x[k] * sign[k] * (__builtin_popcount(static_cast<unsigned>(n & k)) % 2 ? -0.25 : 0.25);
       ASSERT_NEAR(v[n], y, std::fabs(y) * 0x1p-8 + largest * 0x1p-22);
       ASSERT_LE(std::fabs(v[n]), 4 * largest);
       ASSERT_EQ(v[n], from_bfloat16(to_bfloat16(v[n]))) << "a BF16 value";
@@ -245,8 +253,10 @@ TEST(Nvfp4, DecodesWithinTheStepOfItsBlock) {
   Random random(seed_of("nvfp4 error"));
   const std::vector<float> x = rounded(Type::kBFloat16, random_tokens(&random, 200, hidden));
   const Bytes rows = pack(NVTE_EP_FORMAT_NVFP4, Type::kBFloat16, x, hidden);
-  const std::vector<float> y = decode(Type::kFloat32, unpack(NVTE_EP_FORMAT_NVFP4, rows, hidden, Type::kFloat32));
-  EXPECT_EQ(unpack(NVTE_EP_FORMAT_NVFP4, rows, hidden, Type::kBFloat16), encode(Type::kBFloat16, y)) << "exact in BF16";
+  const std::vector<float> y =
+      decode(Type::kFloat32, unpack(NVTE_EP_FORMAT_NVFP4, rows, hidden, Type::kFloat32));
+  EXPECT_EQ(unpack(NVTE_EP_FORMAT_NVFP4, rows, hidden, Type::kBFloat16), encode(Type::kBFloat16, y))
+      << "exact in BF16";
   const int64_t row_bytes = row_parts(NVTE_EP_FORMAT_NVFP4, hidden).bytes;
   for (size_t i = 0; i < x.size(); ++i) {
     const size_t row = i / static_cast<size_t>(hidden);
@@ -258,7 +268,8 @@ TEST(Nvfp4, DecodesWithinTheStepOfItsBlock) {
     ASSERT_LE(std::fabs(x[i] - y[i]), std::max(scale, 6.0 * 0x1p-10 * token_scale)) << i;
   }
   // Packing again may choose other bytes, but no other values.
-  EXPECT_EQ(unpack(NVTE_EP_FORMAT_NVFP4, pack(NVTE_EP_FORMAT_NVFP4, Type::kFloat32, y, hidden), hidden, Type::kFloat32),
+  EXPECT_EQ(unpack(NVTE_EP_FORMAT_NVFP4, pack(NVTE_EP_FORMAT_NVFP4, Type::kFloat32, y, hidden), hidden,
+                   Type::kFloat32),
             encode(Type::kFloat32, y));
 }
 
@@ -267,10 +278,12 @@ TEST(Mxfp8, DecodesWithinTheStepOfItsBlock) {
   Random random(seed_of("mxfp8 error"));
   const std::vector<float> x = rounded(Type::kBFloat16, random_tokens(&random, 200, hidden));
   const Bytes rows = pack(NVTE_EP_FORMAT_MXFP8, Type::kBFloat16, x, hidden);
-  const std::vector<float> y = decode(Type::kFloat32, unpack(NVTE_EP_FORMAT_MXFP8, rows, hidden, Type::kFloat32));
+  const std::vector<float> y =
+      decode(Type::kFloat32, unpack(NVTE_EP_FORMAT_MXFP8, rows, hidden, Type::kFloat32));
   for (size_t b = 0; b < x.size() / 32; ++b) {
     const size_t row = b / static_cast<size_t>(hidden / 32);
-    const uint8_t code = rows[row * static_cast<size_t>(row_parts(NVTE_EP_FORMAT_MXFP8, hidden).bytes) + static_cast<size_t>(hidden) + b % static_cast<size_t>(hidden / 32)];
+    const uint8_t code = rows[row * static_cast<size_t>(row_parts(NVTE_EP_FORMAT_MXFP8, hidden).bytes) +
+                              static_cast<size_t>(hidden) + b % static_cast<size_t>(hidden / 32)];
     double largest = 0;
     for (size_t i = 32 * b; i < 32 * (b + 1); ++i) {
       ASSERT_LE(std::fabs(x[i] - y[i]), std::ldexp(16.0, code - 127)) << i;
@@ -281,7 +294,8 @@ TEST(Mxfp8, DecodesWithinTheStepOfItsBlock) {
       ASSERT_GT(largest, std::ldexp(224.0, code - 127)) << "the smallest scale that fits";
     }
   }
-  EXPECT_EQ(unpack(NVTE_EP_FORMAT_MXFP8, pack(NVTE_EP_FORMAT_MXFP8, Type::kFloat32, y, hidden), hidden, Type::kFloat32),
+  EXPECT_EQ(unpack(NVTE_EP_FORMAT_MXFP8, pack(NVTE_EP_FORMAT_MXFP8, Type::kFloat32, y, hidden), hidden,
+                   Type::kFloat32),
             encode(Type::kFloat32, y))
       << "packing again changes no value";
 }
@@ -295,8 +309,11 @@ TEST(Rows, DependOnTheirOwnTokenAlone) {
     const Bytes all = pack(format, Type::kFloat16, x, hidden);
     const int64_t row_bytes = row_parts(format, hidden).bytes;
     for (int64_t t = 0; t < 12; ++t) {
-      const Bytes one = pack(format, Type::kFloat16, std::vector<float>(x.begin() + t * hidden, x.begin() + (t + 1) * hidden), hidden);
-      ASSERT_EQ(one, Bytes(all.begin() + t * row_bytes, all.begin() + (t + 1) * row_bytes)) << format_name(format) << " " << t;
+      const Bytes one =
+          pack(format, Type::kFloat16,
+               std::vector<float>(x.begin() + t * hidden, x.begin() + (t + 1) * hidden), hidden);
+      ASSERT_EQ(one, Bytes(all.begin() + t * row_bytes, all.begin() + (t + 1) * row_bytes))
+          << format_name(format) << " " << t;
     }
   }
 }
@@ -314,7 +331,9 @@ TEST(Rows, FormatInfoAgreesWithRowBytes) {
       int64_t bytes = 0;
       require(nvte_ep_row_bytes(format, hidden, &bytes));
       EXPECT_EQ(bytes, row_parts(format, hidden).bytes) << info.name << " " << hidden;
-      const int64_t content = hidden * info.payload_bits / 8 + (info.block ? hidden / info.block * info.scale_bytes : 0) + info.token_scale_bytes;
+      const int64_t content = hidden * info.payload_bits / 8 +
+                              (info.block ? hidden / info.block * info.scale_bytes : 0) +
+                              info.token_scale_bytes;
       EXPECT_GE(bytes, content);
       EXPECT_LT(bytes, content + 4 + 16);
       EXPECT_EQ(bytes % 16, 0);

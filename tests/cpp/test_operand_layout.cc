@@ -20,7 +20,8 @@ int64_t most_tile_rows(int64_t capacity, int experts, int64_t alignment) {
     std::vector<int64_t> next = best;
     for (size_t used = 0; used < best.size(); ++used) {
       for (size_t more = 1; used + more < best.size(); ++more) {
-        next[used + more] = std::max(next[used + more], best[used] + round_up(static_cast<int64_t>(more) * alignment, 128));
+        next[used + more] =
+            std::max(next[used + more], best[used] + round_up(static_cast<int64_t>(more) * alignment, 128));
       }
     }
     best = next;
@@ -39,7 +40,8 @@ TEST(OperandLayout, ScaleRowsHoldEverySplitAndWasteLittle) {
         shape.num_experts = experts;
         shape.alignment = static_cast<int32_t>(alignment);
         const int64_t most = most_tile_rows(shape.capacity, experts, alignment);
-        ASSERT_GE(shape.scale_rows(), most) << "capacity " << shape.capacity << " experts " << experts << " alignment " << alignment;
+        ASSERT_GE(shape.scale_rows(), most)
+            << "capacity " << shape.capacity << " experts " << experts << " alignment " << alignment;
         ASSERT_LE(shape.scale_rows(), most + 128 * std::min<int64_t>(experts, units + 1)) << "bounded waste";
         if (alignment >= 128) {
           ASSERT_EQ(shape.scale_rows(), shape.capacity) << "no padding where slabs are whole tiles";
@@ -51,20 +53,23 @@ TEST(OperandLayout, ScaleRowsHoldEverySplitAndWasteLittle) {
 
 struct Part {
   const char* name;
-  int64_t nvte_ep_operand_layout_t::*offset;
-  int64_t nvte_ep_operand_layout_t::*bytes;
-  void* nvte_ep_operand_t::*pointer;
+  int64_t nvte_ep_operand_layout_t::* offset;
+  int64_t nvte_ep_operand_layout_t::* bytes;
+  void* nvte_ep_operand_t::* pointer;
 };
 using L = nvte_ep_operand_layout_t;
 using O = nvte_ep_operand_t;
-const Part kParts[] = {{"payload", &L::payload_offset, &L::payload_bytes, &O::payload},
-                       {"scales", &L::scales_offset, &L::scales_bytes, &O::scales},
-                       {"columnwise_payload", &L::columnwise_payload_offset, &L::columnwise_payload_bytes, &O::columnwise_payload},
-                       {"columnwise_scales", &L::columnwise_scales_offset, &L::columnwise_scales_bytes, &O::columnwise_scales},
-                       {"amax", &L::amax_offset, &L::amax_bytes, &O::amax},
-                       {"columnwise_amax", &L::columnwise_amax_offset, &L::columnwise_amax_bytes, &O::columnwise_amax},
-                       {"expert_scale", &L::expert_scale_offset, &L::expert_scale_bytes, &O::expert_scale},
-                       {"columnwise_expert_scale", &L::columnwise_expert_scale_offset, &L::columnwise_expert_scale_bytes, &O::columnwise_expert_scale}};
+const Part kParts[] = {
+    {"payload", &L::payload_offset, &L::payload_bytes, &O::payload},
+    {"scales", &L::scales_offset, &L::scales_bytes, &O::scales},
+    {"columnwise_payload", &L::columnwise_payload_offset, &L::columnwise_payload_bytes,
+     &O::columnwise_payload},
+    {"columnwise_scales", &L::columnwise_scales_offset, &L::columnwise_scales_bytes, &O::columnwise_scales},
+    {"amax", &L::amax_offset, &L::amax_bytes, &O::amax},
+    {"columnwise_amax", &L::columnwise_amax_offset, &L::columnwise_amax_bytes, &O::columnwise_amax},
+    {"expert_scale", &L::expert_scale_offset, &L::expert_scale_bytes, &O::expert_scale},
+    {"columnwise_expert_scale", &L::columnwise_expert_scale_offset, &L::columnwise_expert_scale_bytes,
+     &O::columnwise_expert_scale}};
 
 void for_each_config(const std::function<void(const nvte_ep_operand_config_t&)>& body) {
   for (int32_t format : {NVTE_EP_FORMAT_MXFP8, NVTE_EP_FORMAT_NVFP4}) {
@@ -84,7 +89,8 @@ void for_each_config(const std::function<void(const nvte_ep_operand_config_t&)>&
               const int32_t smallest = format == NVTE_EP_FORMAT_MXFP8 ? 32 : 16;
               if (columnwise && alignment != 0 && alignment < smallest) {
                 L ignored = NVTE_EP_OPERAND_LAYOUT_INIT;
-                expect_status(NVTE_EP_STATUS_UNSUPPORTED, nvte_ep_operand_layout(&config, &ignored), {"alignment"});
+                expect_status(NVTE_EP_STATUS_UNSUPPORTED, nvte_ep_operand_layout(&config, &ignored),
+                              {"alignment"});
                 continue;
               }
               body(config);
@@ -105,7 +111,8 @@ TEST(OperandLayout, PartsAreAlignedDisjointAndComplete) {
     for (const Part& part : kParts) {
       const std::string name = part.name;
       const bool columnwise = name.rfind("columnwise", 0) == 0;
-      const bool second_level = name.find("amax") != std::string::npos || name.find("expert_scale") != std::string::npos;
+      const bool second_level =
+          name.find("amax") != std::string::npos || name.find("expert_scale") != std::string::npos;
       const bool exists = (!columnwise || config.columnwise) && (!second_level || nvfp4);
       const int64_t offset = layout.*part.offset;
       const int64_t bytes = layout.*part.bytes;
@@ -127,7 +134,8 @@ TEST(OperandLayout, PartsAreAlignedDisjointAndComplete) {
       EXPECT_GE(range.first, end) << "parts overlap";
       end = range.second;
     }
-    if (config.alignment == 128 && config.hidden % 128 == 0 && config.scale_layout == NVTE_EP_SCALE_LAYOUT_SWIZZLED) {
+    if (config.alignment == 128 && config.hidden % 128 == 0 &&
+        config.scale_layout == NVTE_EP_SCALE_LAYOUT_SWIZZLED) {
       // As TransformerEngine sizes a grouped tensor's buffers.
       const int64_t block = nvfp4 ? 16 : 32;
       EXPECT_EQ(layout.payload_bytes, config.capacity * config.hidden / (nvfp4 ? 2 : 1));
@@ -146,7 +154,8 @@ TEST(OperandBind, FillsEveryPointerFromOneBuffer) {
     require(nvte_ep_operand_layout(&config, &layout));
     if (layout.total_bytes == 0) return;
     uint8_t* base = reinterpret_cast<uint8_t*>(uintptr_t{1} << 32);  // borrowed, not read
-    nvte_ep_tensor_t buffer = nvte_ep_tensor_1d(base, layout.total_bytes, NVTE_EP_DTYPE_UINT, 8, NVTE_EP_DEVICE_CPU, 0);
+    nvte_ep_tensor_t buffer =
+        nvte_ep_tensor_1d(base, layout.total_bytes, NVTE_EP_DTYPE_UINT, 8, NVTE_EP_DEVICE_CPU, 0);
     O operand = NVTE_EP_OPERAND_INIT;
     require(nvte_ep_operand_bind(&config, &buffer, &operand));
     EXPECT_EQ(operand.format, config.format);
@@ -161,10 +170,12 @@ TEST(OperandBind, FillsEveryPointerFromOneBuffer) {
       EXPECT_EQ(operand.*part.pointer, base + layout.*part.offset) << part.name;
     }
     buffer.shape[0] -= 1;
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_operand_bind(&config, &buffer, &operand), {"buffer"});
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_operand_bind(&config, &buffer, &operand),
+                  {"buffer"});
     buffer.shape[0] += 1;
     buffer.data = base + 128;
-    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_operand_bind(&config, &buffer, &operand), {"buffer", "256"});
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_operand_bind(&config, &buffer, &operand),
+                  {"buffer", "256"});
   });
 }
 
@@ -175,7 +186,8 @@ TEST(OperandLayout, SizesBeyondTheAddressSpaceAreRefused) {
   config.num_experts = 1;
   L layout = NVTE_EP_OPERAND_LAYOUT_INIT;
   for (int64_t hidden : {int64_t{32}, int64_t{7168}, int64_t{1} << 30}) {
-    for (int64_t capacity : {int64_t{1} << 40, int64_t{1} << 52, int64_t{1} << 56, std::numeric_limits<int64_t>::max() / 128 * 128}) {
+    for (int64_t capacity : {int64_t{1} << 40, int64_t{1} << 52, int64_t{1} << 56,
+                             std::numeric_limits<int64_t>::max() / 128 * 128}) {
       config.hidden = hidden;
       config.capacity = capacity;
       config.columnwise = 1;

@@ -20,7 +20,8 @@ TEST(ParallelFor, EveryItemOnce) {
           ASSERT_LT(begin, end);
           for (int64_t i = begin; i < end; ++i) ++visits[static_cast<size_t>(i)];
         });
-        for (int64_t i = 0; i < count; ++i) ASSERT_EQ(visits[static_cast<size_t>(i)], 1) << i << " of " << count;
+        for (int64_t i = 0; i < count; ++i)
+          ASSERT_EQ(visits[static_cast<size_t>(i)], 1) << i << " of " << count;
       }
     }
   }

@@ -63,7 +63,8 @@ void check(const Shape& s, const Step& step) {
     ASSERT_EQ(got.slot_source.size(), want.slots.size());
     for (size_t slot = 0; slot < want.slots.size(); ++slot) {
       const SlotCopy& copy = want.slots[slot];
-      ASSERT_EQ(got.slot_source[slot], copy.source < 0 ? -1 : (static_cast<int64_t>(copy.source) << 32) + copy.token);
+      ASSERT_EQ(got.slot_source[slot],
+                copy.source < 0 ? -1 : (static_cast<int64_t>(copy.source) << 32) + copy.token);
       ASSERT_EQ(got.slot_expert[slot], want.slot_expert[slot]);
       if (copy.source >= 0) {
         ASSERT_EQ(got.slot_k[slot], copy.k);
@@ -75,7 +76,8 @@ void check(const Shape& s, const Step& step) {
   for (size_t r = 0; r < sources.size(); ++r) {
     const std::vector<SlotPlace>& places = all_places[r];
     for (size_t i = 0; i < places.size(); ++i) {
-      const lib::SlotAddress want = places[i].rank < 0 ? -1 : (static_cast<int64_t>(places[i].rank) << lib::kSlotBits) + places[i].slot;
+      const lib::SlotAddress want =
+          places[i].rank < 0 ? -1 : (static_cast<int64_t>(places[i].rank) << lib::kSlotBits) + places[i].slot;
       ASSERT_EQ(sources[r].slots[i], want) << "rank " << r << " choice " << i;
     }
   }
@@ -104,7 +106,9 @@ TEST(Routing, RandomShapesAndIndices) {
     for (int r = 0; r < s.ranks; ++r) {
       const int64_t tokens = random.chance(0.2) ? 0 : random.below(30);
       step.ranks.push_back(inputs(tokens, s.top_k, [&](int64_t, int) {
-        return random.chance(0.15) ? -1 : random.below(experts + (random.chance(0.1) ? 3 : 0));  // faults among them
+        return random.chance(0.15)
+                   ? -1
+                   : random.below(experts + (random.chance(0.1) ? 3 : 0));  // faults among them
       }));
     }
     SCOPED_TRACE(replay_text("routing") + " round " + std::to_string(round));
@@ -135,9 +139,14 @@ TEST(Routing, AnOverfullExpertPushesOutThoseBehindIt) {
 
 TEST(CleanIndices, FarValuesAreNotTruncatedToLegalOnes) {
   for (const bool wide : {true, false}) {
-    std::vector<int64_t> far = {int64_t{1} << 32, (int64_t{1} << 32) + 1, std::numeric_limits<int64_t>::max(),
-                                std::numeric_limits<int64_t>::min(), -(int64_t{1} << 32) - 1, 2};
-    std::vector<int32_t> near = {std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min(), 4, -2, -100, 2};
+    std::vector<int64_t> far = {int64_t{1} << 32,
+                                (int64_t{1} << 32) + 1,
+                                std::numeric_limits<int64_t>::max(),
+                                std::numeric_limits<int64_t>::min(),
+                                -(int64_t{1} << 32) - 1,
+                                2};
+    std::vector<int32_t> near = {
+        std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min(), 4, -2, -100, 2};
     lib::TensorView idx;
     idx.data = wide ? static_cast<void*>(far.data()) : near.data();
     idx.dtype = wide ? lib::DType::kInt64 : lib::DType::kInt32;

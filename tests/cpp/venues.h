@@ -49,7 +49,8 @@ inline const std::vector<Venue>& venues() {
     std::vector<Venue> found;
     for (const std::string& name : available_transports()) {
       for (const Memory* memory : memories()) {
-        if (takes_memory(ids.at(name), *memory)) found.push_back({name + "_" + memory->name, ids.at(name), memory});
+        if (takes_memory(ids.at(name), *memory))
+          found.push_back({name + "_" + memory->name, ids.at(name), memory});
       }
     }
     return found;

@@ -15,7 +15,8 @@ struct Options {
     CodecOptions o = plain;
     if (rng_state) o.rng_state = reinterpret_cast<const int64_t*>(rng_state->on(cuda));
     if (tensor_scale) o.tensor_scale = reinterpret_cast<const float*>(tensor_scale->on(cuda));
-    if (fixed_expert_scale) o.fixed_expert_scale = reinterpret_cast<const float*>(fixed_expert_scale->on(cuda));
+    if (fixed_expert_scale)
+      o.fixed_expert_scale = reinterpret_cast<const float*>(fixed_expert_scale->on(cuda));
     if (row_count) o.row_count = IndexView{row_count->on(cuda), plain.row_count.is_int64};
     if (findings) o.findings = reinterpret_cast<int32_t*>(findings->on(cuda));
     return o;
@@ -41,9 +42,12 @@ struct Rows {
   int64_t payload_stride, scales_stride;
   std::unique_ptr<Mirror> payload, scales, token_scales;  // packed: the first holds all
 
-  Rows(int32_t format_in, int64_t rows_in, int64_t hidden_in, bool packed_in, bool token_scale = true, int64_t extra = 0,
-       size_t offset = 0)
-      : format(format_in), rows(rows_in), hidden(hidden_in), packed(packed_in),
+  Rows(int32_t format_in, int64_t rows_in, int64_t hidden_in, bool packed_in, bool token_scale = true,
+       int64_t extra = 0, size_t offset = 0)
+      : format(format_in),
+        rows(rows_in),
+        hidden(hidden_in),
+        packed(packed_in),
         layout(row_layout(*find_format(format_in), hidden_in)) {
     if (packed) {
       payload_stride = scales_stride = layout.row_bytes + extra;
@@ -54,7 +58,8 @@ struct Rows {
     scales_stride = layout.scale_bytes + extra;
     payload = std::make_unique<Mirror>(static_cast<size_t>(rows * payload_stride), offset);
     scales = std::make_unique<Mirror>(static_cast<size_t>(rows * scales_stride), offset);
-    if (layout.token_scale_bytes && token_scale) token_scales = std::make_unique<Mirror>(static_cast<size_t>(rows * 4));
+    if (layout.token_scale_bytes && token_scale)
+      token_scales = std::make_unique<Mirror>(static_cast<size_t>(rows * 4));
   }
   RowsView on(bool cuda) {
     if (packed) return packed_rows(format, payload->on(cuda), payload_stride, rows, hidden);
@@ -71,17 +76,21 @@ struct Rows {
   }
   ::testing::AssertionResult equal() {
     const auto place = [this](size_t byte) {
-      const int64_t row = static_cast<int64_t>(byte) / payload_stride, at = static_cast<int64_t>(byte) % payload_stride;
-      std::string what = at < layout.payload_bytes ? "payload, element " + std::to_string(at * 8 / find_format(format)->payload_bits)
-                         : at < layout.payload_bytes + layout.scale_bytes
-                             ? "scale " + std::to_string((at - layout.payload_bytes))
-                             : "token scale or pad, byte " + std::to_string(at - layout.payload_bytes - layout.scale_bytes);
+      const int64_t row = static_cast<int64_t>(byte) / payload_stride,
+                    at = static_cast<int64_t>(byte) % payload_stride;
+      std::string what =
+          at < layout.payload_bytes
+              ? "payload, element " + std::to_string(at * 8 / find_format(format)->payload_bits)
+          : at < layout.payload_bytes + layout.scale_bytes
+              ? "scale " + std::to_string((at - layout.payload_bytes))
+              : "token scale or pad, byte " + std::to_string(at - layout.payload_bytes - layout.scale_bytes);
       return "row " + std::to_string(row) + ", " + what;
     };
     ::testing::AssertionResult result = payload->equal(packed ? "rows" : "payload", place);
     if (!result || packed) return result;
     result = scales->equal("scales", [this](size_t byte) {
-      return "row " + std::to_string(byte / scales_stride) + ", scale " + std::to_string(byte % scales_stride);
+      return "row " + std::to_string(byte / scales_stride) + ", scale " +
+             std::to_string(byte % scales_stride);
     });
     if (result && token_scales) result = token_scales->equal("token_scales");
     return result;
@@ -94,8 +103,12 @@ struct Tokens {
   std::unique_ptr<Mirror> data;
 
   Tokens(DType dtype_in, int64_t rows_in, int64_t hidden_in, int64_t stride_in, size_t offset = 0)
-      : dtype(dtype_in), rows(rows_in), hidden(hidden_in), stride(stride_in),
-        data(std::make_unique<Mirror>(static_cast<size_t>(rows_in * stride_in * dtype_bytes(dtype_in)), offset)) {}
+      : dtype(dtype_in),
+        rows(rows_in),
+        hidden(hidden_in),
+        stride(stride_in),
+        data(std::make_unique<Mirror>(static_cast<size_t>(rows_in * stride_in * dtype_bytes(dtype_in)),
+                                      offset)) {}
   void set(const std::vector<float>& x) {
     const std::vector<uint8_t> bytes = to_bytes(x, dtype, rows, hidden, stride);
     if (!bytes.empty()) std::memcpy(data->host(), bytes.data(), bytes.size());
@@ -128,7 +141,9 @@ struct Operand {
   std::unique_ptr<Mirror> buffer;
 
   Operand(const OperandShape& shape_in, bool columnwise_in)
-      : shape(shape_in), columnwise(columnwise_in), layout(operand_layout(shape_in, columnwise_in)),
+      : shape(shape_in),
+        columnwise(columnwise_in),
+        layout(operand_layout(shape_in, columnwise_in)),
         buffer(std::make_unique<Mirror>(static_cast<size_t>(layout.total_bytes))) {}
   OperandView on(bool cuda) {
     OperandView v;

@@ -20,9 +20,9 @@
 
 namespace nvte_ep::testing {
 
-#define ASSERT_CUDA(call)                                                        \
-  do {                                                                           \
-    const cudaError_t error_ = (call);                                           \
+#define ASSERT_CUDA(call)                                                          \
+  do {                                                                             \
+    const cudaError_t error_ = (call);                                             \
     ASSERT_EQ(error_, cudaSuccess) << #call << ": " << cudaGetErrorString(error_); \
   } while (false)
 
@@ -34,7 +34,8 @@ inline void check_cuda(cudaError_t error) {
 
 inline bool required(const char* what) {
   const char* list = std::getenv("NVTE_EP_REQUIRE");
-  return list != nullptr && ("," + std::string(list) + ",").find("," + std::string(what) + ",") != std::string::npos;
+  return list != nullptr &&
+         ("," + std::string(list) + ",").find("," + std::string(what) + ",") != std::string::npos;
 }
 
 // Skips where there is no GPU; fails there if NVTE_EP_REQUIRE names cuda.
@@ -59,7 +60,8 @@ class Mirror {
   static constexpr uint8_t kFill = 0x5A;
 
   // offset moves the array off its alignment of 256 bytes.
-  explicit Mirror(size_t bytes, size_t offset = 0) : bytes_(bytes), offset_(offset), storage_(bytes + offset + 2 * kGuard + 256, kFill) {
+  explicit Mirror(size_t bytes, size_t offset = 0)
+      : bytes_(bytes), offset_(offset), storage_(bytes + offset + 2 * kGuard + 256, kFill) {
     check_cuda(cudaMalloc(&device_, storage_.size()));
     upload();
   }
@@ -90,10 +92,14 @@ class Mirror {
     check_cuda(cudaMemcpy(got.data(), device_, got.size(), cudaMemcpyDeviceToHost));
     const uint8_t* array = got.data() + kGuard + offset_;
     for (size_t i = 0; i < kGuard + offset_; ++i) {
-      if (got[i] != kFill) return ::testing::AssertionFailure() << name << ": byte " << kGuard + offset_ - i << " before the array was written";
+      if (got[i] != kFill)
+        return ::testing::AssertionFailure()
+               << name << ": byte " << kGuard + offset_ - i << " before the array was written";
     }
     for (size_t i = kGuard + offset_ + bytes_; i < got.size(); ++i) {
-      if (got[i] != kFill) return ::testing::AssertionFailure() << name << ": byte " << i - kGuard - offset_ - bytes_ << " past the array was written";
+      if (got[i] != kFill)
+        return ::testing::AssertionFailure()
+               << name << ": byte " << i - kGuard - offset_ - bytes_ << " past the array was written";
     }
     if (bytes_ == 0 || std::memcmp(array, host(), bytes_) == 0) return ::testing::AssertionSuccess();
     size_t first = 0;
@@ -128,14 +134,15 @@ class Mirror {
 using Rng = std::mt19937_64;
 
 enum class Data { kGaussian, kOutlierChannels, kHalfZero, kWide, kNonFinite, kBits };
-constexpr Data kAllData[] = {Data::kGaussian, Data::kOutlierChannels, Data::kHalfZero, Data::kWide, Data::kNonFinite,
-                             Data::kBits};
+constexpr Data kAllData[] = {Data::kGaussian, Data::kOutlierChannels, Data::kHalfZero,
+                             Data::kWide,     Data::kNonFinite,       Data::kBits};
 
 inline std::vector<float> make_values(Data kind, int64_t rows, int64_t hidden, Rng* rng) {
   std::normal_distribution<float> normal;
   std::vector<float> x(static_cast<size_t>(rows * hidden));
   for (int64_t r = 0; r < rows; ++r) {
-    const float row_scale = kind == Data::kWide ? std::ldexp(1.0f, static_cast<int>((*rng)() % 200) - 100) : 1.0f;
+    const float row_scale =
+        kind == Data::kWide ? std::ldexp(1.0f, static_cast<int>((*rng)() % 200) - 100) : 1.0f;
     for (int64_t h = 0; h < hidden; ++h) {
       float v = normal(*rng) * row_scale;
       switch (kind) {
@@ -149,7 +156,8 @@ inline std::vector<float> make_values(Data kind, int64_t rows, int64_t hidden, R
           v = std::ldexp(v, static_cast<int>((*rng)() % 50) - 30);
           break;
         case Data::kNonFinite:
-          if (r % 3 == 1 && (*rng)() % 40 == 0) v = (*rng)() % 2 ? NAN : ((*rng)() % 2 ? INFINITY : -INFINITY);
+          if (r % 3 == 1 && (*rng)() % 40 == 0)
+            v = (*rng)() % 2 ? NAN : ((*rng)() % 2 ? INFINITY : -INFINITY);
           if (r % 11 == 4) v = h / 16 % 2 ? NAN : 0.0f;
           break;
         case Data::kBits: {
@@ -167,7 +175,8 @@ inline std::vector<float> make_values(Data kind, int64_t rows, int64_t hidden, R
 }
 
 // As bytes of a dtype, rows stride elements apart.
-inline std::vector<uint8_t> to_bytes(const std::vector<float>& x, DType dtype, int64_t rows, int64_t hidden, int64_t stride) {
+inline std::vector<uint8_t> to_bytes(const std::vector<float>& x, DType dtype, int64_t rows, int64_t hidden,
+                                     int64_t stride) {
   const int64_t size = dtype_bytes(dtype);
   std::vector<uint8_t> out(static_cast<size_t>(rows * stride * size), 0xCC);
   for (int64_t r = 0; r < rows; ++r) {

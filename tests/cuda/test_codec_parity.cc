@@ -7,13 +7,16 @@ namespace {
 constexpr int32_t kFormatIds[] = {NVTE_EP_FORMAT_BF16, NVTE_EP_FORMAT_MXFP8, NVTE_EP_FORMAT_NVFP4};
 constexpr DType kDTypes[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
 // Narrow and wide, odd counts of blocks, scale sections at odd multiples of 8, rows wider than a thread block holds.
-constexpr int64_t kHidden[] = {16, 32, 48, 64, 96, 160, 272, 512, 1024, 1040, 2048, 2720, 2880, 4096, 7168, 8192, 16384, 16400, 20512};
+constexpr int64_t kHidden[] = {16,   32,   48,   64,   96,   160,  272,   512,   1024, 1040,
+                               2048, 2720, 2880, 4096, 7168, 8192, 16384, 16400, 20512};
 
 class CodecParity : public CudaTest {
  protected:
   void quantize_both(Rows* rows, Tokens* tokens, const Options& options) {
     for (const bool cuda : {false, true}) {
-      const Status status = (cuda ? cuda_ : host_)->quantize(rows->format, tokens->on(cuda), rows->on(cuda), options.on(cuda), nullptr);
+      const Status status =
+          (cuda ? cuda_ : host_)
+              ->quantize(rows->format, tokens->on(cuda), rows->on(cuda), options.on(cuda), nullptr);
       ASSERT_TRUE(status.ok()) << status.message();
     }
     ASSERT_CUDA(cudaDeviceSynchronize());
@@ -22,11 +25,12 @@ class CodecParity : public CudaTest {
       EXPECT_TRUE(options.findings->equal("findings"));
     }
   }
-  void dequantize_both(Rows* rows, Tokens* tokens, const Options& options, const RowWeighting& host_weighting = {},
-                       const RowWeighting& cuda_weighting = {}) {
+  void dequantize_both(Rows* rows, Tokens* tokens, const Options& options,
+                       const RowWeighting& host_weighting = {}, const RowWeighting& cuda_weighting = {}) {
     for (const bool cuda : {false, true}) {
-      const Status status = (cuda ? cuda_ : host_)->dequantize(rows->format, rows->on(cuda), tokens->on(cuda), options.on(cuda),
-                                                               cuda ? cuda_weighting : host_weighting, nullptr);
+      const Status status = (cuda ? cuda_ : host_)
+                                ->dequantize(rows->format, rows->on(cuda), tokens->on(cuda), options.on(cuda),
+                                             cuda ? cuda_weighting : host_weighting, nullptr);
       ASSERT_TRUE(status.ok()) << status.message();
     }
     ASSERT_CUDA(cudaDeviceSynchronize());
@@ -47,9 +51,10 @@ TEST_F(CodecParity, QuantizeAnyShapeAndData) {
           const int64_t rows = hidden > 4096 ? 5 : 33;
           const bool packed = rng() % 2;
           const int64_t stride = hidden + static_cast<int64_t>(rng() % 3) * (rng() % 2 ? 8 : 1);
-          SCOPED_TRACE(text("format ", format, " hidden ", hidden, " dtype ", dtype_name(dtype), " data ", int(kind), packed ? " packed" : " apart",
-                            " stride ", stride));
-          Tokens tokens(dtype, rows, hidden, stride, rng() % 3 == 0 ? static_cast<size_t>(dtype_bytes(dtype)) : 0);
+          SCOPED_TRACE(text("format ", format, " hidden ", hidden, " dtype ", dtype_name(dtype), " data ",
+                            int(kind), packed ? " packed" : " apart", " stride ", stride));
+          Tokens tokens(dtype, rows, hidden, stride,
+                        rng() % 3 == 0 ? static_cast<size_t>(dtype_bytes(dtype)) : 0);
           tokens.set(make_values(kind, rows, hidden, &rng));
           Options options;
           options.plain.saturate = rng() % 2;
@@ -58,7 +63,8 @@ TEST_F(CodecParity, QuantizeAnyShapeAndData) {
             options.with_rng(static_cast<int64_t>(rng()), static_cast<int64_t>(rng()));
             options.plain.row_id_base = rng() % 1000;
           }
-          Rows out(format, rows, hidden, packed, true, packed ? 16 * static_cast<int64_t>(rng() % 2) : static_cast<int64_t>(rng() % 2) * 3,
+          Rows out(format, rows, hidden, packed, true,
+                   packed ? 16 * static_cast<int64_t>(rng() % 2) : static_cast<int64_t>(rng() % 2) * 3,
                    rng() % 2 ? 0 : rng() % 8);
           quantize_both(&out, &tokens, options);
           if (HasFailure()) return;
@@ -70,11 +76,13 @@ TEST_F(CodecParity, QuantizeAnyShapeAndData) {
 
 TEST_F(CodecParity, QuantizeTensorScale) {
   Rng rng(2);
-  for (const float scale : {1.0f, 0.00390625f, std::ldexp(1.0f, -116), std::ldexp(1.0f, 105), 3.0f, 0.0f, -1.0f, NAN, std::ldexp(1.0f, 106)}) {
+  for (const float scale : {1.0f, 0.00390625f, std::ldexp(1.0f, -116), std::ldexp(1.0f, 105), 3.0f, 0.0f,
+                            -1.0f, NAN, std::ldexp(1.0f, 106)}) {
     for (const bool packed : {false, true}) {
       for (const bool token_scale : {false, true}) {
         for (const Data kind : {Data::kGaussian, Data::kNonFinite, Data::kHalfZero, Data::kWide}) {
-          SCOPED_TRACE(text("scale ", scale, " packed ", packed, " token scale ", token_scale, " data ", int(kind)));
+          SCOPED_TRACE(
+              text("scale ", scale, " packed ", packed, " token scale ", token_scale, " data ", int(kind)));
           Tokens tokens(kDTypes[rng() % 3], 19, 1040, 1040);
           tokens.set(make_values(kind, 19, 1040, &rng));
           Options options;
@@ -90,7 +98,10 @@ TEST_F(CodecParity, QuantizeTensorScale) {
             if (std::isfinite(scale) && scale > 0 && !token_scale) {
               Rows assembled(NVTE_EP_FORMAT_NVFP4, 19, 1040, true);
               for (const bool cuda : {false, true}) {
-                ASSERT_TRUE((cuda ? cuda_ : host_)->assemble(NVTE_EP_FORMAT_NVFP4, out.on(cuda), assembled.on(cuda), options.on(cuda), nullptr).ok());
+                ASSERT_TRUE((cuda ? cuda_ : host_)
+                                ->assemble(NVTE_EP_FORMAT_NVFP4, out.on(cuda), assembled.on(cuda),
+                                           options.on(cuda), nullptr)
+                                .ok());
               }
               EXPECT_TRUE(assembled.equal());
             }
@@ -105,7 +116,8 @@ TEST_F(CodecParity, QuantizeTensorScale) {
 TEST_F(CodecParity, RowCountIsReadOnTheDevice) {
   Rng rng(3);
   for (const int32_t format : kFormatIds) {
-    for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{17}, int64_t{40}, int64_t{41}, int64_t{-1}, int64_t{1} << 30}) {
+    for (const int64_t count :
+         {int64_t{0}, int64_t{1}, int64_t{17}, int64_t{40}, int64_t{41}, int64_t{-1}, int64_t{1} << 30}) {
       for (const bool is_int64 : {false, true}) {
         Tokens tokens(DType::kBFloat16, 40, 288, 288);
         tokens.set(make_values(Data::kGaussian, 40, 288, &rng));
@@ -120,7 +132,9 @@ TEST_F(CodecParity, RowCountIsReadOnTheDevice) {
         quantize_both(&apart, &tokens, options);
         Rows assembled(format, 40, 288, true);
         for (const bool cuda : {false, true}) {
-          ASSERT_TRUE((cuda ? cuda_ : host_)->assemble(format, apart.on(cuda), assembled.on(cuda), options.on(cuda), nullptr).ok());
+          ASSERT_TRUE((cuda ? cuda_ : host_)
+                          ->assemble(format, apart.on(cuda), assembled.on(cuda), options.on(cuda), nullptr)
+                          .ok());
         }
         EXPECT_TRUE(assembled.equal());
         ASSERT_FALSE(HasFailure()) << "format " << format << " count " << count;
@@ -138,8 +152,10 @@ TEST_F(CodecParity, DequantizeAnyBytes) {
         for (const bool hostile : {false, true}) {
           const int64_t rows = hidden > 4096 ? 5 : 29;
           const bool packed = rng() % 2;
-          SCOPED_TRACE(text("format ", format, " hidden ", hidden, " dtype ", dtype_name(dtype), hostile ? " hostile" : "", packed ? " packed" : " apart"));
-          Rows in(format, rows, hidden, packed, true, packed ? 0 : static_cast<int64_t>(rng() % 4), packed ? 0 : rng() % 8);
+          SCOPED_TRACE(text("format ", format, " hidden ", hidden, " dtype ", dtype_name(dtype),
+                            hostile ? " hostile" : "", packed ? " packed" : " apart"));
+          Rows in(format, rows, hidden, packed, true, packed ? 0 : static_cast<int64_t>(rng() % 4),
+                  packed ? 0 : rng() % 8);
           if (hostile) {
             for (Mirror* m : {in.payload.get(), in.scales.get(), in.token_scales.get()}) {
               if (m == nullptr) continue;
@@ -150,8 +166,11 @@ TEST_F(CodecParity, DequantizeAnyBytes) {
             if (format == NVTE_EP_FORMAT_NVFP4) {  // legal token scales too: most random ones are NaN
               const RowsView host = in.on(false);
               for (int64_t r = 0; r < rows; ++r) {
-                const float legal[] = {0.0f, -0.0f, exp2_int(int(rng() % 222) - 116), exp2_int(105), exp2_int(-116), exp2_int(106), NAN};
-                if (r % 4 != 0) std::memcpy(host.token_scales + r * host.token_scale_stride, &legal[rng() % 7], 4);
+                const float legal[] = {
+                    0.0f,          -0.0f, exp2_int(int(rng() % 222) - 116), exp2_int(105), exp2_int(-116),
+                    exp2_int(106), NAN};
+                if (r % 4 != 0)
+                  std::memcpy(host.token_scales + r * host.token_scale_stride, &legal[rng() % 7], 4);
               }
               (in.packed ? in.payload : in.token_scales)->upload();
             }
@@ -160,7 +179,8 @@ TEST_F(CodecParity, DequantizeAnyBytes) {
             tokens.set(make_values(Data::kWide, rows, hidden, &rng));
             quantize_both(&in, &tokens, Options());
           }
-          Tokens out(dtype, rows, hidden, hidden + static_cast<int64_t>(rng() % 2) * 5, rng() % 3 == 0 ? static_cast<size_t>(dtype_bytes(dtype)) : 0);
+          Tokens out(dtype, rows, hidden, hidden + static_cast<int64_t>(rng() % 2) * 5,
+                     rng() % 3 == 0 ? static_cast<size_t>(dtype_bytes(dtype)) : 0);
           dequantize_both(&in, &out, Options());
           if (HasFailure()) return;
         }
@@ -183,7 +203,9 @@ TEST_F(CodecParity, AssembleFromAnyAlignment) {
         }
         Rows packed(format, 23, hidden, true, true, 16 * static_cast<int64_t>(rng() % 2));
         for (const bool cuda : {false, true}) {
-          ASSERT_TRUE((cuda ? cuda_ : host_)->assemble(format, apart.on(cuda), packed.on(cuda), CodecOptions(), nullptr).ok());
+          ASSERT_TRUE((cuda ? cuda_ : host_)
+                          ->assemble(format, apart.on(cuda), packed.on(cuda), CodecOptions(), nullptr)
+                          .ok());
         }
         ASSERT_TRUE(packed.equal()) << "format " << format << " hidden " << hidden;
       }
@@ -227,7 +249,8 @@ TEST_F(CodecParity, WeightedRows) {
         const float* want = reinterpret_cast<const float*>(dots.host());
         for (int64_t r = 0; r < rows; ++r) {
           const float low = std::nextafter(want[r], -INFINITY), high = std::nextafter(want[r], INFINITY);
-          EXPECT_TRUE((std::isnan(want[r]) && std::isnan(got[r])) || (got[r] >= low && got[r] <= high)) << "row " << r << ": " << want[r] << " " << got[r];
+          EXPECT_TRUE((std::isnan(want[r]) && std::isnan(got[r])) || (got[r] >= low && got[r] <= high))
+              << "row " << r << ": " << want[r] << " " << got[r];
         }
       }
     }
@@ -238,7 +261,8 @@ TEST_F(CodecParity, WeightedRows) {
 
 // Blocks of one given element and 15 (31) consecutive bit patterns; given elements make every significand of a block scale at
 // several distances from the row's largest.
-void fill_every_value(DType dtype, int32_t block, int64_t hidden, const std::vector<float>& anchors, std::vector<uint8_t>* bytes, int64_t* rows) {
+void fill_every_value(DType dtype, int32_t block, int64_t hidden, const std::vector<float>& anchors,
+                      std::vector<uint8_t>* bytes, int64_t* rows) {
   std::vector<uint16_t> out;
   const auto half = [&](float v) { return dtype == DType::kBFloat16 ? float_to_bf16(v) : float_to_fp16(v); };
   for (const float anchor : anchors) {
@@ -246,7 +270,8 @@ void fill_every_value(DType dtype, int32_t block, int64_t hidden, const std::vec
     while (next < 65536) {
       for (int64_t b = 0; b < hidden / block; ++b) {
         out.push_back(half(b == 0 ? 1.0f : anchor));
-        for (int32_t i = 1; i < block; ++i) out.push_back(b == 0 ? half(0.0f) : static_cast<uint16_t>(next++));
+        for (int32_t i = 1; i < block; ++i)
+          out.push_back(b == 0 ? half(0.0f) : static_cast<uint16_t>(next++));
       }
     }
   }
@@ -276,7 +301,8 @@ TEST_F(CodecParity, EveryHalfPrecisionValue) {
         Rows out(format, rows, hidden, true);
         quantize_both(&out, &tokens, options);
         if (format == NVTE_EP_FORMAT_NVFP4) {
-          for (const float scale : {1.0f, std::ldexp(1.0f, -10), std::ldexp(1.0f, -116), std::ldexp(1.0f, 105)}) {
+          for (const float scale :
+               {1.0f, std::ldexp(1.0f, -10), std::ldexp(1.0f, -116), std::ldexp(1.0f, 105)}) {
             options.tensor_scale = Mirror::of(std::vector<float>{scale});
             quantize_both(&out, &tokens, options);
           }
@@ -303,8 +329,10 @@ TEST_F(CodecParity, EveryHalfPrecisionValue) {
 TEST_F(CodecParity, Fp32Thresholds) {
   constexpr int64_t kRowElements = 512;
   std::vector<float> x;
-  const float steps[] = {0.25f, 0.5f, 0.75f, 1.0f, 1.25f, 1.5f, 1.75f, 2.0f, 2.5f, 3.0f, 3.5f, 4.0f, 5.0f, 6.0f};
-  for (int scale = 1; scale < 127; ++scale) {  // the block's scale, and an element at each threshold, 3 last places around it
+  const float steps[] = {0.25f, 0.5f, 0.75f, 1.0f, 1.25f, 1.5f, 1.75f,
+                         2.0f,  2.5f, 3.0f,  3.5f, 4.0f,  5.0f, 6.0f};
+  for (int scale = 1; scale < 127;
+       ++scale) {  // the block's scale, and an element at each threshold, 3 last places around it
     const float b = e4m3_to_float(static_cast<uint8_t>(scale));
     for (const float step : steps) {
       for (int d = -3; d <= 3; ++d) {
@@ -317,11 +345,15 @@ TEST_F(CodecParity, Fp32Thresholds) {
     while (x.size() % 16 != 0) x.push_back(0.0f);
   }
   for (int code = 0; code < 127; ++code) {  // block maxima around the places where the block scale changes
-    const float between = 6.0f * 0.5f * (e4m3_to_float(static_cast<uint8_t>(code)) + e4m3_to_float(static_cast<uint8_t>(code == 126 ? 126 : code + 1)));
+    const float between = 6.0f * 0.5f *
+                          (e4m3_to_float(static_cast<uint8_t>(code)) +
+                           e4m3_to_float(static_cast<uint8_t>(code == 126 ? 126 : code + 1)));
     for (int d = -3; d <= 3; ++d) {
       float v = between;
       for (int i = 0; i < std::abs(d); ++i) v = std::nextafter(v, d < 0 ? 0.0f : INFINITY);
-      for (int i = 0; i < 16; ++i) x.push_back(x.size() % kRowElements == 0 ? 2688.0f : (i == 3 ? v : v * 0.37f * static_cast<float>(i) / 16.0f));
+      for (int i = 0; i < 16; ++i)
+        x.push_back(x.size() % kRowElements == 0 ? 2688.0f
+                                                 : (i == 3 ? v : v * 0.37f * static_cast<float>(i) / 16.0f));
     }
   }
   while (x.size() % kRowElements != 0) x.push_back(0.0f);
@@ -329,7 +361,8 @@ TEST_F(CodecParity, Fp32Thresholds) {
     for (int d = -2; d <= 2; ++d) {
       float v = std::ldexp(2688.0f, k);
       for (int i = 0; i < std::abs(d); ++i) v = std::nextafter(v, d < 0 ? 0.0f : INFINITY);
-      for (int64_t i = 0; i < kRowElements; ++i) x.push_back(i == 77 ? v : v * static_cast<float>(i) / 700.0f);
+      for (int64_t i = 0; i < kRowElements; ++i)
+        x.push_back(i == 77 ? v : v * static_cast<float>(i) / 700.0f);
     }
   }
   for (int e = -127; e <= 127; ++e) {  // MXFP8 block maxima around powers of two
@@ -376,7 +409,9 @@ TEST_F(CodecParity, SmallShapes) {
             if (packed) continue;
             Rows assembled(format, 3, hidden, true);
             for (const bool cuda : {false, true}) {
-              ASSERT_TRUE((cuda ? cuda_ : host_)->assemble(format, rows.on(cuda), assembled.on(cuda), CodecOptions(), nullptr).ok());
+              ASSERT_TRUE((cuda ? cuda_ : host_)
+                              ->assemble(format, rows.on(cuda), assembled.on(cuda), CodecOptions(), nullptr)
+                              .ok());
             }
             EXPECT_TRUE(assembled.equal());
           }

@@ -28,9 +28,17 @@ TEST_F(DeviceRules, GraphCapture) {
     Backend* backend = cuda ? cuda_ : host_;
     CodecOptions receive = options.on(cuda);
     receive.row_count = IndexView();
-    ASSERT_TRUE(backend->quantize(NVTE_EP_FORMAT_NVFP4, tokens.on(cuda), packed.on(cuda), options.on(cuda), stream).ok());
-    ASSERT_TRUE(backend->dequantize(NVTE_EP_FORMAT_NVFP4, packed.on(cuda), back.on(cuda), options.on(cuda), {}, stream).ok());
-    ASSERT_TRUE(backend->direct_receive(NVTE_EP_FORMAT_NVFP4, packed.on(cuda), IndexView{counts->on(cuda), true}, operand.on(cuda), receive, stream).ok());
+    ASSERT_TRUE(
+        backend->quantize(NVTE_EP_FORMAT_NVFP4, tokens.on(cuda), packed.on(cuda), options.on(cuda), stream)
+            .ok());
+    ASSERT_TRUE(
+        backend
+            ->dequantize(NVTE_EP_FORMAT_NVFP4, packed.on(cuda), back.on(cuda), options.on(cuda), {}, stream)
+            .ok());
+    ASSERT_TRUE(backend
+                    ->direct_receive(NVTE_EP_FORMAT_NVFP4, packed.on(cuda), IndexView{counts->on(cuda), true},
+                                     operand.on(cuda), receive, stream)
+                    .ok());
   };
   cudaStream_t stream;
   cudaGraph_t graph;
@@ -79,11 +87,13 @@ TEST_F(DeviceRules, CurrentDeviceIsTheCallersAgain) {
   tokens.set(make_values(Data::kGaussian, 100, 256, &rng));
   Rows rows(NVTE_EP_FORMAT_NVFP4, 100, 256, true);
   ASSERT_CUDA(cudaSetDevice(0));
-  ASSERT_TRUE(second->quantize(NVTE_EP_FORMAT_NVFP4, tokens.on(true), rows.on(true), CodecOptions(), nullptr).ok());
+  ASSERT_TRUE(
+      second->quantize(NVTE_EP_FORMAT_NVFP4, tokens.on(true), rows.on(true), CodecOptions(), nullptr).ok());
   int current;
   ASSERT_CUDA(cudaGetDevice(&current));
   EXPECT_EQ(current, 0);
-  ASSERT_TRUE(host_->quantize(NVTE_EP_FORMAT_NVFP4, tokens.on(false), rows.on(false), CodecOptions(), nullptr).ok());
+  ASSERT_TRUE(
+      host_->quantize(NVTE_EP_FORMAT_NVFP4, tokens.on(false), rows.on(false), CodecOptions(), nullptr).ok());
   ASSERT_CUDA(cudaSetDevice(1));
   ASSERT_CUDA(cudaDeviceSynchronize());
   EXPECT_TRUE(rows.equal());
@@ -127,15 +137,19 @@ TEST_F(DeviceRules, LargeTensors) {
       const int64_t token_bytes = size.rows * size.hidden * 2;
       const int64_t needed = token_bytes * 2 + size.rows * layout.row_bytes * 3;
       if (static_cast<int64_t>(free_bytes) < needed) {
-        if (required("large")) FAIL() << "expected " << needed << " bytes of device memory, got " << free_bytes;
+        if (required("large"))
+          FAIL() << "expected " << needed << " bytes of device memory, got " << free_bytes;
         GTEST_SKIP() << "needs " << needed << " bytes of device memory";
       }
       Large tokens(token_bytes), rows(size.rows * layout.row_bytes), back(token_bytes);
       const int64_t patch_rows = 4096;
-      const std::vector<uint8_t> patch = to_bytes(make_values(Data::kOutlierChannels, patch_rows, size.hidden, &rng), DType::kBFloat16, patch_rows, size.hidden, size.hidden);
+      const std::vector<uint8_t> patch =
+          to_bytes(make_values(Data::kOutlierChannels, patch_rows, size.hidden, &rng), DType::kBFloat16,
+                   patch_rows, size.hidden, size.hidden);
       for (int64_t r = 0; r < size.rows; r += patch_rows) {
         const int64_t n = std::min(patch_rows, size.rows - r);
-        ASSERT_CUDA(cudaMemcpy(static_cast<uint8_t*>(tokens.data) + r * size.hidden * 2, patch.data(), static_cast<size_t>(n * size.hidden * 2), cudaMemcpyHostToDevice));
+        ASSERT_CUDA(cudaMemcpy(static_cast<uint8_t*>(tokens.data) + r * size.hidden * 2, patch.data(),
+                               static_cast<size_t>(n * size.hidden * 2), cudaMemcpyHostToDevice));
       }
       TensorView x;
       x.data = tokens.data;
@@ -186,7 +200,10 @@ TEST_F(DeviceRules, LargeTensors) {
       const int64_t last_rows = 1024;
       auto counts = Mirror::of(std::vector<int64_t>{shape.capacity - 2 * last_rows, last_rows, last_rows});
       const OperandView operand = bind(static_cast<uint8_t*>(buffer.data), parts, shape);
-      ASSERT_TRUE(cuda_->direct_receive(format, view, IndexView{counts->device(), true}, operand, CodecOptions(), nullptr).ok());
+      ASSERT_TRUE(cuda_
+                      ->direct_receive(format, view, IndexView{counts->device(), true}, operand,
+                                       CodecOptions(), nullptr)
+                      .ok());
       ASSERT_CUDA(cudaDeviceSynchronize());
       const int64_t slab = shape.capacity - last_rows;
       const std::vector<uint8_t> slab_rows = rows.read(slab * layout.row_bytes, last_rows * layout.row_bytes);
@@ -197,17 +214,26 @@ TEST_F(DeviceRules, LargeTensors) {
       std::vector<uint8_t> want(static_cast<size_t>(small_parts.total_bytes + 256));
       uint8_t* base = want.data() + (256 - reinterpret_cast<uintptr_t>(want.data()) % 256) % 256;
       int64_t count = last_rows;
-      const RowsView small_view = packed_rows(format, const_cast<uint8_t*>(slab_rows.data()), layout.row_bytes, last_rows, size.hidden);
-      ASSERT_TRUE(host_->direct_receive(format, small_view, IndexView{&count, true}, bind(base, small_parts, small), CodecOptions(), nullptr).ok());
+      const RowsView small_view = packed_rows(format, const_cast<uint8_t*>(slab_rows.data()),
+                                              layout.row_bytes, last_rows, size.hidden);
+      ASSERT_TRUE(host_
+                      ->direct_receive(format, small_view, IndexView{&count, true},
+                                       bind(base, small_parts, small), CodecOptions(), nullptr)
+                      .ok());
       const int64_t columns = size.hidden / find_format(format)->block;
       const auto same = [&](int64_t at, int64_t small_at, int64_t bytes) {
         return buffer.read(at, bytes) == std::vector<uint8_t>(base + small_at, base + small_at + bytes);
       };
-      EXPECT_TRUE(same(parts.payload_offset + slab * layout.payload_bytes, small_parts.payload_offset, last_rows * layout.payload_bytes));
-      EXPECT_TRUE(same(parts.scales_offset + slab * round_up(columns, 4), small_parts.scales_offset, last_rows * round_up(columns, 4)));
-      EXPECT_TRUE(same(parts.columnwise_payload_offset + slab * layout.payload_bytes, small_parts.columnwise_payload_offset, last_rows * layout.payload_bytes));
-      EXPECT_TRUE(same(parts.columnwise_scales_offset + slab / find_format(format)->block * round_up(size.hidden, 128), small_parts.columnwise_scales_offset,
-                       last_rows / find_format(format)->block * round_up(size.hidden, 128)));
+      EXPECT_TRUE(same(parts.payload_offset + slab * layout.payload_bytes, small_parts.payload_offset,
+                       last_rows * layout.payload_bytes));
+      EXPECT_TRUE(same(parts.scales_offset + slab * round_up(columns, 4), small_parts.scales_offset,
+                       last_rows * round_up(columns, 4)));
+      EXPECT_TRUE(same(parts.columnwise_payload_offset + slab * layout.payload_bytes,
+                       small_parts.columnwise_payload_offset, last_rows * layout.payload_bytes));
+      EXPECT_TRUE(same(
+          parts.columnwise_scales_offset + slab / find_format(format)->block * round_up(size.hidden, 128),
+          small_parts.columnwise_scales_offset,
+          last_rows / find_format(format)->block * round_up(size.hidden, 128)));
       ASSERT_FALSE(HasFailure());
     }
   }

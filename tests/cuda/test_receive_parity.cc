@@ -7,8 +7,10 @@ namespace {
 class ReceiveParity : public CudaTest {
  protected:
   // Rows that look received: quantised tokens of one kind, some rows hostile.
-  std::unique_ptr<Rows> make_rows(int32_t format, int64_t rows, int64_t hidden, Data kind, bool hostile, Rng* rng) {
-    auto out = std::make_unique<Rows>(format, rows, hidden, true, true, 16 * static_cast<int64_t>((*rng)() % 2));
+  std::unique_ptr<Rows> make_rows(int32_t format, int64_t rows, int64_t hidden, Data kind, bool hostile,
+                                  Rng* rng) {
+    auto out =
+        std::make_unique<Rows>(format, rows, hidden, true, true, 16 * static_cast<int64_t>((*rng)() % 2));
     Tokens tokens(DType::kBFloat16, rows, hidden, hidden);
     tokens.set(make_values(kind, rows, hidden, rng));
     EXPECT_TRUE(host_->quantize(format, tokens.on(false), out->on(false), CodecOptions(), nullptr).ok());
@@ -18,8 +20,10 @@ class ReceiveParity : public CudaTest {
         uint8_t* row = out->payload->host() + r * out->payload_stride;
         const std::vector<uint8_t> bytes = random_bytes(static_cast<size_t>(out->layout.row_bytes), rng);
         std::memcpy(row, bytes.data(), bytes.size());
-        const float scales[] = {0.0f, exp2_int(int((*rng)() % 222) - 116), NAN, -1.0f, exp2_int(105), exp2_int(-116)};
-        if (out->layout.token_scale_bytes) std::memcpy(row + out->layout.token_scale_offset, &scales[(*rng)() % 6], 4);
+        const float scales[] = {0.0f,          exp2_int(int((*rng)() % 222) - 116), NAN, -1.0f, exp2_int(105),
+                                exp2_int(-116)};
+        if (out->layout.token_scale_bytes)
+          std::memcpy(row + out->layout.token_scale_offset, &scales[(*rng)() % 6], 4);
       }
     }
     out->payload->upload();
@@ -30,8 +34,10 @@ class ReceiveParity : public CudaTest {
     for (const bool cuda : {false, true}) {
       OperandView view = operand->on(cuda);
       if (change) change(&view);
-      const Status status = (cuda ? cuda_ : host_)->direct_receive(rows->format, rows->on(cuda), IndexView{counts->on(cuda), is_int64}, view,
-                                                                   options.on(cuda), nullptr);
+      const Status status =
+          (cuda ? cuda_ : host_)
+              ->direct_receive(rows->format, rows->on(cuda), IndexView{counts->on(cuda), is_int64}, view,
+                               options.on(cuda), nullptr);
       ASSERT_TRUE(status.ok()) << status.message();
     }
     ASSERT_CUDA(cudaDeviceSynchronize());
@@ -50,7 +56,9 @@ std::vector<int64_t> random_counts(int32_t experts, int64_t capacity, int64_t al
   std::vector<int64_t> counts(experts, 0);
   int64_t left = capacity / alignment;
   for (int32_t e = 0; e < experts; ++e) {
-    const int64_t n = (*rng)() % 3 == 0 ? 0 : static_cast<int64_t>((*rng)() % static_cast<uint64_t>(2 * left / experts + 2));
+    const int64_t n = (*rng)() % 3 == 0
+                          ? 0
+                          : static_cast<int64_t>((*rng)() % static_cast<uint64_t>(2 * left / experts + 2));
     counts[e] = std::min(n, left) * alignment;
     left -= counts[e] / alignment;
   }
@@ -72,19 +80,22 @@ TEST_F(ReceiveParity, AnyShape) {
           shape.alignment = alignment;
           shape.num_experts = 1 + static_cast<int32_t>(rng() % 9);
           shape.capacity = round_up(200 + static_cast<int64_t>(rng() % 500), alignment);
-          SCOPED_TRACE(text("case ", cases++, " format ", format, " hidden ", hidden, " alignment ", alignment, " experts ", shape.num_experts, " capacity ",
-                            shape.capacity, columnwise ? " columnwise" : "", shape.linear_scales ? " linear" : ""));
+          SCOPED_TRACE(text("case ", cases++, " format ", format, " hidden ", hidden, " alignment ",
+                            alignment, " experts ", shape.num_experts, " capacity ", shape.capacity,
+                            columnwise ? " columnwise" : "", shape.linear_scales ? " linear" : ""));
           auto rows = make_rows(format, shape.capacity, hidden, kAllData[rng() % 6], rng() % 3 == 0, &rng);
           const bool is_int64 = rng() % 2;
           std::vector<int64_t> counts = random_counts(shape.num_experts, shape.capacity, alignment, &rng);
-          if (rng() % 4 == 0) counts[rng() % counts.size()] = static_cast<int64_t>(rng() % 100000) - 100;  // clamped
+          if (rng() % 4 == 0)
+            counts[rng() % counts.size()] = static_cast<int64_t>(rng() % 100000) - 100;  // clamped
           auto given = make_counts(counts, is_int64);
           Options options;
           options.with_findings();
           options.plain.column_max = rng() % 2;
           options.plain.scale_up = rng() % 2;
           options.plain.rank = static_cast<int32_t>(rng() % 1024);
-          if (format == NVTE_EP_FORMAT_NVFP4 && rng() % 2) options.with_rng(static_cast<int64_t>(rng()), static_cast<int64_t>(rng()));
+          if (format == NVTE_EP_FORMAT_NVFP4 && rng() % 2)
+            options.with_rng(static_cast<int64_t>(rng()), static_cast<int64_t>(rng()));
           if (format == NVTE_EP_FORMAT_NVFP4 && rng() % 3 == 0) {
             std::vector<float> fixed(shape.num_experts);
             for (float& f : fixed) f = rng() % 5 == 0 ? 3.0f : exp2_int(static_cast<int>(rng() % 40) - 25);
@@ -220,7 +231,8 @@ TEST_F(ReceiveParity, EveryRescaling) {
       std::memcpy(rows.payload->host(), bytes.data(), bytes.size());
       for (int64_t r = 0; r < shape.capacity; ++r) {
         uint8_t* row = rows.payload->host() + r * rows.payload_stride;
-        for (int64_t j = 0; j < 128; ++j) row[hidden / 2 + j] = static_cast<uint8_t>(j + (r % 2) * 128);  // every scale byte
+        for (int64_t j = 0; j < 128; ++j)
+          row[hidden / 2 + j] = static_cast<uint8_t>(j + (r % 2) * 128);  // every scale byte
         const float scale = exp2_int(r < 256 ? 40 - static_cast<int>(r % 64) : static_cast<int>(r) - 370);
         std::memcpy(row + rows.layout.token_scale_offset, &scale, 4);
       }
@@ -250,14 +262,21 @@ TEST_F(ReceiveParity, StreamsOverlap) {
   std::vector<cudaStream_t> streams(kStreams);
   auto counts = make_counts({128, 256, 0, 512}, true);
   for (int i = 0; i < kStreams; ++i) {
-    rows.push_back(make_rows(shape.format, shape.capacity, shape.hidden, i % 2 ? Data::kWide : Data::kGaussian, false, &rng));
+    rows.push_back(make_rows(shape.format, shape.capacity, shape.hidden,
+                             i % 2 ? Data::kWide : Data::kGaussian, false, &rng));
     operands.push_back(std::make_unique<Operand>(shape, i % 2 == 0));
     ASSERT_CUDA(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking));
-    ASSERT_TRUE(host_->direct_receive(shape.format, rows[i]->on(false), IndexView{counts->on(false), true}, operands[i]->on(false), CodecOptions(), nullptr).ok());
+    ASSERT_TRUE(host_
+                    ->direct_receive(shape.format, rows[i]->on(false), IndexView{counts->on(false), true},
+                                     operands[i]->on(false), CodecOptions(), nullptr)
+                    .ok());
   }
   for (int round = 0; round < 20; ++round) {
     for (int i = 0; i < kStreams; ++i) {
-      ASSERT_TRUE(cuda_->direct_receive(shape.format, rows[i]->on(true), IndexView{counts->on(true), true}, operands[i]->on(true), CodecOptions(), streams[i]).ok());
+      ASSERT_TRUE(cuda_
+                      ->direct_receive(shape.format, rows[i]->on(true), IndexView{counts->on(true), true},
+                                       operands[i]->on(true), CodecOptions(), streams[i])
+                      .ok());
     }
   }
   ASSERT_CUDA(cudaDeviceSynchronize());
@@ -273,9 +292,11 @@ TEST_F(ReceiveParity, Swizzle) {
     for (const int64_t rows : {1, 31, 128, 129, 700}) {
       for (const bool grouped : {false, true}) {
         for (const int64_t extra : {0, 1, 16}) {
-          SCOPED_TRACE(text("columns ", columns, " rows ", rows, grouped ? " grouped" : "", " stride ", columns + extra));
+          SCOPED_TRACE(text("columns ", columns, " rows ", rows, grouped ? " grouped" : "", " stride ",
+                            columns + extra));
           const int64_t stride = columns + extra;
-          auto scales = Mirror::of(random_bytes(static_cast<size_t>(rows * stride), &rng), extra == 1 ? 3 : 0);
+          auto scales =
+              Mirror::of(random_bytes(static_cast<size_t>(rows * stride), &rng), extra == 1 ? 3 : 0);
           std::vector<int64_t> counts{rows / 3, 0, rows / 2, rng() % 4 == 0 ? rows : 1};
           auto given = Mirror::of(counts);
           const int64_t tile_rows = grouped ? (rows + 127 * 4) / 128 * 128 : round_up(rows, 128);
@@ -291,7 +312,8 @@ TEST_F(ReceiveParity, Swizzle) {
               v.shape[1] = columns;
               v.stride = stride;
               const IndexView index{grouped ? given->on(cuda) : nullptr, true};
-              ASSERT_TRUE((cuda ? cuda_ : host_)->swizzle(v, index, 4, tiles.on(cuda), inverse, nullptr).ok());
+              ASSERT_TRUE(
+                  (cuda ? cuda_ : host_)->swizzle(v, index, 4, tiles.on(cuda), inverse, nullptr).ok());
             }
             ASSERT_CUDA(cudaDeviceSynchronize());
             ASSERT_TRUE(inverse ? back.equal("scales") : tiles.equal("tiles"));

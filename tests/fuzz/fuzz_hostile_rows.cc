@@ -58,7 +58,8 @@ class Buffer {
   std::vector<uint8_t> content() const { return std::vector<uint8_t>(data(), data() + bytes_); }
   void check_guards() const {
     for (size_t i = 0; i < kGuard; ++i) {
-      if (base_.get()[i] != kGuardByte || data()[bytes_ + i] != kGuardByte) fail("bytes outside a buffer were written");
+      if (base_.get()[i] != kGuardByte || data()[bytes_ + i] != kGuardByte)
+        fail("bytes outside a buffer were written");
     }
   }
   bool untouched_from(size_t begin) const {
@@ -85,13 +86,18 @@ nvte_ep_tensor_t vector(const Buffer& buffer, int64_t size, int code, int bits) 
 void expect_status(nvte_ep_status_t status) {
   if (status == NVTE_EP_STATUS_OK && nvte_ep_last_error()[0] != '\0') fail("a success with a text");
   if (status == NVTE_EP_STATUS_OK) return;
-  if (status != NVTE_EP_STATUS_INVALID_ARGUMENT && status != NVTE_EP_STATUS_UNSUPPORTED) fail("an unexpected status");
-  if (std::string(nvte_ep_last_error()).find("nvte_ep_") != 0) fail("a failure that does not name its function");
+  if (status != NVTE_EP_STATUS_INVALID_ARGUMENT && status != NVTE_EP_STATUS_UNSUPPORTED)
+    fail("an unexpected status");
+  if (std::string(nvte_ep_last_error()).find("nvte_ep_") != 0)
+    fail("a failure that does not name its function");
 }
 
 // Counts as they come, or close to what fits, int32 or int64.
 struct Counts {
-  Counts(Choices* in, int n, int64_t near) : wide(in->below(2) == 1), buffer(n * (wide ? 8 : 4)), tensor(vector(buffer, n, NVTE_EP_DTYPE_INT, wide ? 64 : 32)) {
+  Counts(Choices* in, int n, int64_t near)
+      : wide(in->below(2) == 1),
+        buffer(n * (wide ? 8 : 4)),
+        tensor(vector(buffer, n, NVTE_EP_DTYPE_INT, wide ? 64 : 32)) {
     for (int i = 0; i < n; ++i) {
       int64_t count = in->value<int64_t>();
       const int kind = in->below(4);
@@ -116,13 +122,16 @@ struct Format {
   decltype(&nvte_ep_nvfp4_unpack) unpack;
   decltype(&nvte_ep_nvfp4_direct_receive) direct_receive;
 };
-constexpr Format kFormats[] = {{NVTE_EP_FORMAT_MXFP8, nvte_ep_mxfp8_pack, nvte_ep_mxfp8_unpack, nvte_ep_mxfp8_direct_receive},
-                               {NVTE_EP_FORMAT_NVFP4, nvte_ep_nvfp4_pack, nvte_ep_nvfp4_unpack, nvte_ep_nvfp4_direct_receive}};
-constexpr int kTokenTypes[][2] = {{NVTE_EP_DTYPE_BFLOAT, 16}, {NVTE_EP_DTYPE_FLOAT, 16}, {NVTE_EP_DTYPE_FLOAT, 32}};
+constexpr Format kFormats[] = {
+    {NVTE_EP_FORMAT_MXFP8, nvte_ep_mxfp8_pack, nvte_ep_mxfp8_unpack, nvte_ep_mxfp8_direct_receive},
+    {NVTE_EP_FORMAT_NVFP4, nvte_ep_nvfp4_pack, nvte_ep_nvfp4_unpack, nvte_ep_nvfp4_direct_receive}};
+constexpr int kTokenTypes[][2] = {
+    {NVTE_EP_DTYPE_BFLOAT, 16}, {NVTE_EP_DTYPE_FLOAT, 16}, {NVTE_EP_DTYPE_FLOAT, 32}};
 
 // Options that point at hostile values.
 struct Options {
-  Options(Choices* in, int experts, int64_t rows) : rng(16), tensor_scale(4), expert_scale(4 * experts), findings(4), count(in, 1, rows) {
+  Options(Choices* in, int experts, int64_t rows)
+      : rng(16), tensor_scale(4), expert_scale(4 * experts), findings(4), count(in, 1, rows) {
     rng_tensor = vector(rng, 2, NVTE_EP_DTYPE_INT, 64);
     tensor_scale_tensor = vector(tensor_scale, 1, NVTE_EP_DTYPE_FLOAT, 32);
     expert_scale_tensor = vector(expert_scale, experts, NVTE_EP_DTYPE_FLOAT, 32);
@@ -188,7 +197,8 @@ void fuzz_rows(Choices* in, const Format& format, int64_t hidden, int64_t tokens
   in->fill(source.data(), source.size());
   const auto run = [&] {
     options.clear_findings();
-    return pack ? format.pack(&values_tensor, &rows_tensor, &options.value, nullptr) : format.unpack(&rows_tensor, &values_tensor, &options.value, nullptr);
+    return pack ? format.pack(&values_tensor, &rows_tensor, &options.value, nullptr)
+                : format.unpack(&rows_tensor, &values_tensor, &options.value, nullptr);
   };
   twice({pack ? &rows : &values, &options.findings}, run);
 }
@@ -196,7 +206,8 @@ void fuzz_rows(Choices* in, const Format& format, int64_t hidden, int64_t tokens
 void fuzz_apart(Choices* in, int64_t hidden, int64_t tokens) {
   Options options(in, 1, tokens);
   const int* type = kTokenTypes[in->below(3)];
-  Buffer payload(tokens * hidden / 2), scales(tokens * hidden / 16), token_scales(tokens * 4), values(tokens * hidden * type[1] / 8);
+  Buffer payload(tokens * hidden / 2), scales(tokens * hidden / 16), token_scales(tokens * 4),
+      values(tokens * hidden * type[1] / 8);
   nvte_ep_tensor_t payload_tensor = matrix(payload, tokens, hidden / 2, NVTE_EP_DTYPE_UINT, 8);
   nvte_ep_tensor_t scales_tensor = matrix(scales, tokens, hidden / 16, NVTE_EP_DTYPE_UINT, 8);
   nvte_ep_tensor_t token_scales_tensor = vector(token_scales, tokens, NVTE_EP_DTYPE_FLOAT, 32);
@@ -205,7 +216,8 @@ void fuzz_apart(Choices* in, int64_t hidden, int64_t tokens) {
   nvte_ep_tensor_t* given = in->below(2) ? &token_scales_tensor : nullptr;
   twice({&values, &options.findings}, [&] {
     options.clear_findings();
-    return nvte_ep_nvfp4_dequantize(&payload_tensor, &scales_tensor, given, &values_tensor, &options.value, nullptr);
+    return nvte_ep_nvfp4_dequantize(&payload_tensor, &scales_tensor, given, &values_tensor, &options.value,
+                                    nullptr);
   });
 }
 
@@ -222,12 +234,14 @@ void fuzz_direct_receive(Choices* in, const Format& format, int64_t hidden, int6
   int64_t row_bytes = 0;
   const nvte_ep_status_t described = nvte_ep_operand_layout(&config, &layout);
   expect_status(described);
-  if (described != NVTE_EP_STATUS_OK || nvte_ep_row_bytes(format.id, hidden, &row_bytes) != NVTE_EP_STATUS_OK) return;
+  if (described != NVTE_EP_STATUS_OK || nvte_ep_row_bytes(format.id, hidden, &row_bytes) != NVTE_EP_STATUS_OK)
+    return;
   Buffer buffer(layout.total_bytes), rows(tokens * row_bytes);
   nvte_ep_tensor_t buffer_tensor = vector(buffer, layout.total_bytes, NVTE_EP_DTYPE_UINT, 8);
   nvte_ep_tensor_t rows_tensor = matrix(rows, tokens, row_bytes, NVTE_EP_DTYPE_UINT, 8);
   nvte_ep_operand_t operand = NVTE_EP_OPERAND_INIT;
-  if (nvte_ep_operand_bind(&config, &buffer_tensor, &operand) != NVTE_EP_STATUS_OK) fail("an operand that does not bind");
+  if (nvte_ep_operand_bind(&config, &buffer_tensor, &operand) != NVTE_EP_STATUS_OK)
+    fail("an operand that does not bind");
   const uint8_t parts = in->byte();  // some parts are not wanted
   if (parts & 1) operand.payload = nullptr;
   if (parts & 2) operand.scales = nullptr;
@@ -261,10 +275,14 @@ void fuzz_swizzle(Choices* in, int64_t tokens) {
   const nvte_ep_tensor_t* rows_per_expert = experts ? &counts.tensor : nullptr;
   in->fill(scales.data(), scales.size());
   const std::vector<uint8_t> given = scales.content();
-  if (twice({&tiles}, [&] { return nvte_ep_scales_swizzle(&scales_tensor, rows_per_expert, &tiles_tensor, nullptr); }) != NVTE_EP_STATUS_OK) {
+  if (twice({&tiles}, [&] {
+        return nvte_ep_scales_swizzle(&scales_tensor, rows_per_expert, &tiles_tensor, nullptr);
+      }) != NVTE_EP_STATUS_OK) {
     fail("swizzle refused what it must take");
   }
-  if (twice({&scales}, [&] { return nvte_ep_scales_unswizzle(&tiles_tensor, rows_per_expert, &scales_tensor, nullptr); }) != NVTE_EP_STATUS_OK) {
+  if (twice({&scales}, [&] {
+        return nvte_ep_scales_unswizzle(&tiles_tensor, rows_per_expert, &scales_tensor, nullptr);
+      }) != NVTE_EP_STATUS_OK) {
     fail("unswizzle refused what it must take");
   }
   if (scales.content() != given) fail("unswizzle(swizzle(x)) is not x");
@@ -279,10 +297,18 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const int64_t hidden = 16 * (1 + in.below(20));
   const int64_t tokens = in.below(70);
   switch (kind) {
-    case 0: fuzz_rows(&in, format, hidden, tokens); break;
-    case 1: fuzz_direct_receive(&in, format, hidden, tokens); break;
-    case 2: fuzz_swizzle(&in, tokens); break;
-    default: fuzz_apart(&in, hidden, tokens); break;
+    case 0:
+      fuzz_rows(&in, format, hidden, tokens);
+      break;
+    case 1:
+      fuzz_direct_receive(&in, format, hidden, tokens);
+      break;
+    case 2:
+      fuzz_swizzle(&in, tokens);
+      break;
+    default:
+      fuzz_apart(&in, hidden, tokens);
+      break;
   }
   return 0;
 }

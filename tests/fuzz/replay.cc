@@ -60,7 +60,9 @@ int main(int argc, char** argv) {
   for (uint64_t i = 0; i < inputs; ++i) {
     uint64_t state = seed * 0x100000000u + i;
     const std::vector<uint8_t> input = random_input(next(&state));
-    if (i % 1000 == 0) std::fprintf(stderr, "inputs from %llu of seed %llu\n", static_cast<unsigned long long>(i), static_cast<unsigned long long>(seed));
+    if (i % 1000 == 0)
+      std::fprintf(stderr, "inputs from %llu of seed %llu\n", static_cast<unsigned long long>(i),
+                   static_cast<unsigned long long>(seed));
     (void)LLVMFuzzerTestOneInput(input.data(), input.size());
   }
   std::printf("%llu inputs\n", static_cast<unsigned long long>(inputs));

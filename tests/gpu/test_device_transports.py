@@ -112,7 +112,10 @@ def step(rank: Rank, setup: Setup, transport: str, kind: str, device: str) -> di
         # Every output is allocated before the first step: ranks that share a GPU wait for each other on it, and an
         # allocation in between may wait for all that runs there.
         tokens, experts = setup.tokens[rank.index], group.info.num_local_experts
-        most = setup.capacity or setup.ranks * max(setup.tokens) * min(setup.top_k, experts) + experts * setup.alignment
+        most = (
+            setup.capacity
+            or setup.ranks * max(setup.tokens) * min(setup.top_k, experts) + experts * setup.alignment
+        )
         dtype = getattr(torch, setup.dtype)
         row = nvte_ep.row_bytes(setup.dispatch, setup.hidden)
 
@@ -120,10 +123,19 @@ def step(rank: Rank, setup: Setup, transport: str, kind: str, device: str) -> di
             return torch.zeros(shape, dtype=kind, device=where)
 
         sizes = dict.fromkeys(("tokens_routed", "tokens_per_expert", "rows_per_expert"), experts)
-        sizes |= {"row_offsets": experts + 1, "scale_row_offsets": experts + 1, "total_rows": 1, "dropped_rows": 1}
+        sizes |= {
+            "row_offsets": experts + 1,
+            "scale_row_offsets": experts + 1,
+            "total_rows": 1,
+            "dropped_rows": 1,
+        }
         routed = {name: room((size,), torch.int64) for name, size in sizes.items()}
         routed |= {"slot_source": room((most,), torch.int64), "slot_expert": room((most,), torch.int32)}
-        rows, slots, grads = room((most, row), torch.uint8), room((most, setup.hidden), dtype), room((most, setup.hidden), dtype)
+        rows, slots, grads = (
+            room((most, row), torch.uint8),
+            room((most, setup.hidden), dtype),
+            room((most, setup.hidden), dtype),
+        )
         slot_weights, result = room((most,), torch.float32), room((tokens, setup.hidden), dtype)
         grad_weights = room((tokens, setup.top_k), torch.float32)
         if stream is not None:
@@ -190,7 +202,9 @@ def compare(setup: Setup, expected: list[dict[str, bytes]], got: list[dict[str, 
             a = torch.frombuffer(bytearray(want[name]), dtype=dtype).double()
             b = torch.frombuffer(bytearray(have[name]), dtype=dtype).double()
             # 2^-8 of the partials' magnitudes for BF16, less for the wider types
-            assert torch.allclose(a, b, rtol=2**-6, atol=2**-5), f"rank {rank}: {name} is off by {(a - b).abs().max()}"
+            assert torch.allclose(a, b, rtol=2**-6, atol=2**-5), (
+                f"rank {rank}: {name} is off by {(a - b).abs().max()}"
+            )
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)

@@ -4,8 +4,8 @@
 #include "backends/cuda/launch_kernel.h"
 #include "backends/cuda/row_threads.h"
 #include "device/codec_options.cuh"
-#include "device/memory.cuh"
 #include "device/e2m1.cuh"
+#include "device/memory.cuh"
 #include "device/tokens.cuh"
 #include "device/warp.cuh"
 #include "formats/mxfp8.h"
@@ -32,11 +32,11 @@ constexpr int kElements = 16 / Token::kBytes;
 template <typename Token>
 __device__ __forceinline__ uint4 pack_tokens(const float* x) {
   if constexpr (std::is_same_v<Token, Bf16Token>) {
-    return make_uint4(floats_to_bf16x2(x[0], x[1]), floats_to_bf16x2(x[2], x[3]), floats_to_bf16x2(x[4], x[5]),
-                      floats_to_bf16x2(x[6], x[7]));
+    return make_uint4(floats_to_bf16x2(x[0], x[1]), floats_to_bf16x2(x[2], x[3]),
+                      floats_to_bf16x2(x[4], x[5]), floats_to_bf16x2(x[6], x[7]));
   } else if constexpr (std::is_same_v<Token, Fp16Token>) {
-    return make_uint4(floats_to_fp16x2(x[0], x[1]), floats_to_fp16x2(x[2], x[3]), floats_to_fp16x2(x[4], x[5]),
-                      floats_to_fp16x2(x[6], x[7]));
+    return make_uint4(floats_to_fp16x2(x[0], x[1]), floats_to_fp16x2(x[2], x[3]),
+                      floats_to_fp16x2(x[4], x[5]), floats_to_fp16x2(x[6], x[7]));
   } else {
     return make_uint4(float_bits(canonical_nan(x[0])), float_bits(canonical_nan(x[1])),
                       float_bits(canonical_nan(x[2])), float_bits(canonical_nan(x[3])));
@@ -44,9 +44,11 @@ __device__ __forceinline__ uint4 pack_tokens(const float* x) {
 }
 
 // The token scale of a row of NVFP4, NaN where it is none.
-__device__ __forceinline__ float row_scale(const DequantizeArguments& a, const TensorScale& tensor_scale, int64_t row) {
+__device__ __forceinline__ float row_scale(const DequantizeArguments& a, const TensorScale& tensor_scale,
+                                           int64_t row) {
   if (tensor_scale.kind == Nvfp4::ScaleKind::kLive) return exp2_int(tensor_scale.exponent);
-  if (tensor_scale.kind == Nvfp4::ScaleKind::kNan || a.rows.token_scales == nullptr) return bits_float(kNanBits);
+  if (tensor_scale.kind == Nvfp4::ScaleKind::kNan || a.rows.token_scales == nullptr)
+    return bits_float(kNanBits);
   const float scale = *reinterpret_cast<const float*>(a.rows.token_scales + row * a.rows.token_scale_stride);
   int exponent;
   return Nvfp4::classify(scale, &exponent) == Nvfp4::ScaleKind::kNan ? bits_float(kNanBits) : scale;
@@ -62,7 +64,8 @@ struct Chunk<Nvfp4, Token> {
   uint32_t codes;
   uint32_t scale;
 
-  __device__ __forceinline__ void load(const uint8_t* payload, const uint8_t* scales, int chunk, int alignment) {
+  __device__ __forceinline__ void load(const uint8_t* payload, const uint8_t* scales, int chunk,
+                                       int alignment) {
     codes = Token::kBytes == 4 ? load2(payload + chunk * int64_t{2}, alignment)
                                : load4(payload + chunk * int64_t{4}, alignment);
     scale = scales[chunk / (Nvfp4::kBlock / kElements<Token>)];
@@ -78,7 +81,8 @@ struct Chunk<Nvfp4, Token> {
     uint32_t p[4];
     const bool nan = decode_bf16(token_scale, p);
     if constexpr (std::is_same_v<Token, Bf16Token>) {
-      return nan ? make_uint4(0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u) : make_uint4(p[0], p[1], p[2], p[3]);
+      return nan ? make_uint4(0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u)
+                 : make_uint4(p[0], p[1], p[2], p[3]);
     } else if constexpr (std::is_same_v<Token, Fp16Token>) {
       if (nan) return make_uint4(0x7E007E00u, 0x7E007E00u, 0x7E007E00u, 0x7E007E00u);
       uint32_t h[4];
@@ -105,7 +109,8 @@ struct Chunk<Mxfp8, Token> {
   uint2 codes;
   uint32_t scale;
 
-  __device__ __forceinline__ void load(const uint8_t* payload, const uint8_t* scales, int chunk, int alignment) {
+  __device__ __forceinline__ void load(const uint8_t* payload, const uint8_t* scales, int chunk,
+                                       int alignment) {
     codes = Token::kBytes == 4 ? make_uint2(load4(payload + chunk * int64_t{4}, alignment), 0)
                                : load8(payload + chunk * int64_t{8}, alignment);
     scale = scales[chunk / (Mxfp8::kBlock / kElements<Token>)];
@@ -124,7 +129,8 @@ struct Chunk<Mxfp8, Token> {
     float x[kElements<Token>];
     values(0.0f, x);
     // 0x7F and 0xFF are the NaNs; only then are results looked at one by one.
-    const uint32_t nan = (((codes.x & 0x7F7F7F7Fu) + 0x01010101u) | ((codes.y & 0x7F7F7F7Fu) + 0x01010101u)) & 0x80808080u;
+    const uint32_t nan =
+        (((codes.x & 0x7F7F7F7Fu) + 0x01010101u) | ((codes.y & 0x7F7F7F7Fu) + 0x01010101u)) & 0x80808080u;
     if (nan != 0 || scale == 0xFFu || Token::kBytes == 4) return pack_tokens<Token>(x);
     uint32_t h[4];
 #pragma unroll
@@ -151,7 +157,8 @@ struct Chunk<Bf16, Token> {
   __device__ __forceinline__ void values(float, float* x) const {
     const uint32_t p[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
 #pragma unroll
-    for (int i = 0; i < kElements<Token>; ++i) x[i] = i % 2 ? Bf16Token::hi(p[i / 2]) : Bf16Token::lo(p[i / 2]);
+    for (int i = 0; i < kElements<Token>; ++i)
+      x[i] = i % 2 ? Bf16Token::hi(p[i / 2]) : Bf16Token::lo(p[i / 2]);
   }
   __device__ __forceinline__ uint4 tokens(float) const {
     if constexpr (std::is_same_v<Token, Bf16Token>) {
@@ -169,7 +176,8 @@ struct Chunk<Bf16, Token> {
 constexpr int kChunksInFlight = 4;
 
 template <typename Format, typename Token, bool kAligned>
-__global__ void __launch_bounds__(kRowThreads, 4) dequantize_rows(const DequantizeArguments a, const RowThreads threads) {
+__global__ void __launch_bounds__(kRowThreads, 4)
+    dequantize_rows(const DequantizeArguments a, const RowThreads threads) {
   const int payload_alignment = kAligned ? 16 : a.payload_alignment;
   const int token_alignment = kAligned ? 16 : a.token_alignment;
   const int64_t count = rows_in_use(a.rows.rows, a.options);
@@ -183,7 +191,8 @@ __global__ void __launch_bounds__(kRowThreads, 4) dequantize_rows(const Dequanti
     const uint8_t* payload = a.rows.payload + row * a.rows.payload_stride;
     const uint8_t* scales = a.rows.scales + row * a.rows.scales_stride;
     uint8_t* out = a.tokens + row * a.token_stride;
-    for (int chunk = first_chunk; chunk < threads.chunks; chunk += kChunksInFlight * threads.threads_per_row) {
+    for (int chunk = first_chunk; chunk < threads.chunks;
+         chunk += kChunksInFlight * threads.threads_per_row) {
       Chunk<Format, Token> c[kChunksInFlight];
 #pragma unroll
       for (int i = 0; i < kChunksInFlight; ++i) {
@@ -193,7 +202,8 @@ __global__ void __launch_bounds__(kRowThreads, 4) dequantize_rows(const Dequanti
 #pragma unroll
       for (int i = 0; i < kChunksInFlight; ++i) {
         const int at = chunk + i * threads.threads_per_row;
-        if (at < threads.chunks) store16(out + static_cast<int64_t>(at) * 16, c[i].tokens(token_scale), token_alignment);
+        if (at < threads.chunks)
+          store16(out + static_cast<int64_t>(at) * 16, c[i].tokens(token_scale), token_alignment);
       }
     }
   }
@@ -269,19 +279,23 @@ Status launch_format(const DequantizeArguments& a, bool weighted, const LaunchCo
     LaunchShape shape;
     shape.blocks = a.rows.rows;
     shape.threads = kRowThreads;
-    return launch_kernel<dequantize_weighted_rows<Format, Token>>("dequantize_weighted_rows", context, shape, a);
+    return launch_kernel<dequantize_weighted_rows<Format, Token>>("dequantize_weighted_rows", context, shape,
+                                                                  a);
   }
   const RowThreads threads = row_threads(a.rows.hidden / kElements<Token>);
   const LaunchShape shape = row_launch(threads, a.rows.rows);
   return a.token_alignment >= 16 && a.payload_alignment >= 16
-             ? launch_kernel<dequantize_rows<Format, Token, true>>("dequantize_rows", context, shape, a, threads)
-             : launch_kernel<dequantize_rows<Format, Token, false>>("dequantize_rows", context, shape, a, threads);
+             ? launch_kernel<dequantize_rows<Format, Token, true>>("dequantize_rows", context, shape, a,
+                                                                   threads)
+             : launch_kernel<dequantize_rows<Format, Token, false>>("dequantize_rows", context, shape, a,
+                                                                    threads);
 }
 
 }  // namespace
 
-Status launch_dequantize(int32_t format, const RowsView& rows, const TensorView& tokens, const CodecOptions& options,
-                         const RowWeighting& weighting, const LaunchContext& context) {
+Status launch_dequantize(int32_t format, const RowsView& rows, const TensorView& tokens,
+                         const CodecOptions& options, const RowWeighting& weighting,
+                         const LaunchContext& context) {
   DequantizeArguments a{};
   a.rows = rows;
   a.tokens = static_cast<uint8_t*>(tokens.data);

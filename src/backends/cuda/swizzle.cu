@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(kThreads, 3) swizzle_scales(const SwizzleArgum
 
 }  // namespace
 
-Status launch_swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts, uint8_t* swizzled,
-                      bool inverse, const LaunchContext& context) {
+Status launch_swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts,
+                      uint8_t* swizzled, bool inverse, const LaunchContext& context) {
   SwizzleArguments a{};
   a.scales = static_cast<uint8_t*>(scales.data);
   a.stride = scales.stride;
