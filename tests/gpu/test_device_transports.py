@@ -109,8 +109,8 @@ def step(rank: Rank, setup: Setup, transport: str, kind: str, device: str) -> di
             combine_backward=setup.combine_backward,
         )
         use: dict[str, Any] = {"stream": stream} if stream is not None else {}
-        # Every output is allocated before the first step: ranks that share a GPU wait for each other on it, and
-        # an allocation in between may wait for all that runs there.
+        # Every output is allocated before the first step: ranks that share a GPU wait for each other on it,
+        # and an allocation in between may wait for all that runs there.
         tokens, experts = setup.tokens[rank.index], group.info.num_local_experts
         most = (
             setup.capacity
