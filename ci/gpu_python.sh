@@ -41,7 +41,9 @@ failed=0
 run_tests() {
   local name="$1"
   shift
-  "$python" -m pytest -p no:cacheprovider -q --tb=short -o faulthandler_timeout=120 --junit-xml "$out/$name.xml" "$@" >"$out/$name.log" 2>&1 || failed=1
+  # A test that hangs says where.
+  "$python" -m pytest -p no:cacheprovider -q --tb=short -o faulthandler_timeout=120 --junit-xml "$out/$name.xml" \
+    "$@" >"$out/$name.log" 2>&1 || failed=1
   grep -E '^(FAILED|ERROR|SKIPPED)' "$out/$name.log" | cut -c1-300 | tail -40 || true
   tail -1 "$out/$name.log"
 }

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import nvte_ep
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the launcher of tests/distributed
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 # JAX takes most of a GPU's memory otherwise, and there are others in this process.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

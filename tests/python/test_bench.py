@@ -378,18 +378,29 @@ def test_a_wrong_byte_of_an_operand_is_found(
     assert all(f", {part}: " in line for line in answer["checks"]["failed"])
 
 
+@pytest.mark.parametrize(
+    ("failure", "text"),
+    [
+        (
+            nvte_ep.CudaError(nvte_ep.Status.CUDA, "nvte_ep_mxfp8_unpack: illegal memory access"),
+            "nvte_ep_mxfp8_unpack: illegal memory access",
+        ),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+)
 def test_figures_before_a_failure_are_kept(
-    measured: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    failure: BaseException,
+    text: str,
+    measured: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def codec(*_: Any, **__: Any) -> Any:
-        raise nvte_ep.CudaError(nvte_ep.Status.CUDA, "nvte_ep_mxfp8_unpack: illegal memory access")
+        raise failure
 
     monkeypatch.setattr(codecs, "mxfp8_unpack", codec)
     answer = measured("--no-instead", "--only", "mxfp8_pack,mxfp8_unpack", code=1)
     assert [result["codec"] for result in answer["results"]] == ["mxfp8_pack"] * 2
-    assert answer["checks"]["failed"] == [
-        "mxfp8_unpack, 16 tokens: nvte_ep_mxfp8_unpack: illegal memory access"
-    ]
+    assert answer["checks"]["failed"] == [f"mxfp8_unpack, 16 tokens: {text}"]
 
 
 # ---- wrong arguments -------------------------------------------------------------------------------

@@ -262,16 +262,16 @@ def run(arguments: argparse.Namespace) -> int:
         for case, tokens in work:
             try:
                 bench.measure(case, tokens)
-            except NvteEpError as error:  # what was measured so far still counts
-                report.failed.append(f"{case.name}, {tokens} tokens: {error}")
+            except (NvteEpError, KeyboardInterrupt) as error:  # what was measured so far still counts
+                report.failed.append(f"{case.name}, {tokens} tokens: {str(error) or 'interrupted'}")
                 break
             progress.step(f"{case.name} of {tokens}")
-    for line in text(report):
-        print(line)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(document(report), indent=2, allow_nan=False) + "\n")
     if arguments.markdown is not None:
         arguments.markdown.write_text(markdown(report))
     if arguments.plot is not None:
         plot(report, arguments.plot)
+    for line in text(report):
+        print(line)
     return 1 if report.failed else 0
