@@ -460,9 +460,8 @@ class Bench {
       ReduceRows r{};
       r.num_ranks = 1;
       r.top_k = kTopK;
-      r.rank_rows = reinterpret_cast<const void* const*>(at(0));
-      r.rank_strides = reinterpret_cast<const int64_t*>(at(1));
-      r.rank_weights = reinterpret_cast<const float* const*>(at(2));
+      r.rows.pointers = reinterpret_cast<const void* const*>(at(0));
+      r.rows.strides = reinterpret_cast<const int64_t*>(at(1));
       r.slots = reinterpret_cast<const SlotAddress*>(map.data);
       r.result = tokens_view(result.data, DType::kBFloat16, tokens, hidden, true);
       r.partial_format = NVTE_EP_FORMAT_BF16;
@@ -481,9 +480,8 @@ class Bench {
       const int64_t host_strides[] = {hidden * 2};
       const float* host_weights[] = {w.data()};
       ReduceRows h = r;
-      h.rank_rows = host_rows;
-      h.rank_strides = host_strides;
-      h.rank_weights = host_weights;
+      h.rows.pointers = host_rows;
+      h.rows.strides = host_strides;
       h.slots = local.data();
       h.result = tokens_view(want.data(), DType::kBFloat16, n, hidden, false);
       check(host_->reduce_rows(h, nullptr));
@@ -491,8 +489,8 @@ class Bench {
     }
     if (wanted("gather")) {
       GatherRows g{};
-      g.rank_rows = reinterpret_cast<const void* const*>(at(3));
-      g.rank_strides = reinterpret_cast<const int64_t*>(at(1));
+      g.rows.pointers = reinterpret_cast<const void* const*>(at(3));
+      g.rows.strides = reinterpret_cast<const int64_t*>(at(1));
       g.slot_source = reinterpret_cast<const int64_t*>(sources.data);
       g.slots = slots;
       g.row_bytes = hidden * 2;

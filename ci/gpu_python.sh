@@ -42,8 +42,8 @@ run_tests() {
   local name="$1"
   shift
   # A test that hangs says where.
-  "$python" -m pytest -p no:cacheprovider -q --tb=short -o faulthandler_timeout=120 --junit-xml "$out/$name.xml" \
-    "$@" >"$out/$name.log" 2>&1 || failed=1
+  "$python" -m pytest -p no:cacheprovider -q --tb=short -o faulthandler_timeout=120 -o junit_family=xunit1 \
+    --junit-xml "$out/$name.xml" "$@" >"$out/$name.log" 2>&1 || failed=1
   grep -E '^(FAILED|ERROR|SKIPPED)' "$out/$name.log" | cut -c1-300 | tail -40 || true
   tail -1 "$out/$name.log"
 }

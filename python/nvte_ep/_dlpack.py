@@ -106,6 +106,8 @@ def view(
     as_bytes: eight-bit codes and scales of any type, and FP4 pairs, count as uint8.
     uint16_is: the type that a uint16 array really holds.
     """
+    if writable and type(array).__module__.partition(".")[0] in ("jax", "jaxlib"):
+        raise invalid(function, name, "a writable array", f"a read-only {type(array).__name__}")
     if isinstance(array, Array):
         found = _describe_own(array, stream)
     elif isinstance(array, np.ndarray):
@@ -116,7 +118,7 @@ def view(
         found = _describe_cuda_interface(function, name, array, stream)
     else:
         raise _no_array(function, name, array)
-    if writable and (found.read_only or type(array).__module__.partition(".")[0] in ("jax", "jaxlib")):
+    if writable and found.read_only:
         raise invalid(function, name, "a writable array", f"a read-only {type(array).__name__}")
     if as_bytes:
         found = _as_bytes(function, name, found)

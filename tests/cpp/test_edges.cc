@@ -66,8 +66,12 @@ TEST_P(Edges, ARankWithNoTokensMayPassNothing) {
     Array tokens(memory, Type::kBFloat16, {4, hidden},
                  encode(Type::kBFloat16, std::vector<float>(4 * hidden, 1.5f)));
     Array received(memory, Type::kBFloat16, {16, hidden});
+    Array weights(memory, Type::kFloat32, {4, 1}, bytes_of(std::vector<float>(4, 0.5f)));
+    Array recv_weights(memory, Type::kFloat32, {16});
     nvte_ep_dispatch_args_t args = NVTE_EP_DISPATCH_ARGS_INIT;
     args.tokens = sends ? tokens.tensor() : nullptr;
+    args.topk_weights = sends ? weights.tensor() : nullptr;
+    args.recv_weights = recv_weights.tensor();
     args.receive = NVTE_EP_RECEIVE_DECODED;
     args.received = received.tensor();
     require(nvte_ep_handle_dispatch(handle.get(), &args, nullptr));
@@ -76,6 +80,15 @@ TEST_P(Edges, ARankWithNoTokensMayPassNothing) {
     Bytes bytes = encode(Type::kBFloat16, expected);
     if (rank.rank == 1) std::fill(bytes.begin(), bytes.end(), kPoison);  // nothing arrived: untouched
     expect_bytes("received", bytes, received.get(), 2, hidden);
+    Bytes expected_weights(16 * 4, kPoison);
+    if (rank.rank == 0) {
+      std::vector<float> four(16, 0.0f);
+      std::fill_n(four.begin(), 4, 0.5f);
+      expected_weights = bytes_of(four);
+    }
+    expect_bytes("recv_weights", expected_weights, recv_weights.get(), 4, 0);
+    args.topk_weights = nullptr;
+    args.recv_weights = nullptr;
     nvte_ep_combine_backward_args_t backward = NVTE_EP_COMBINE_BACKWARD_ARGS_INIT;
     backward.send = &args;
     require(nvte_ep_handle_combine_backward(handle.get(), &backward, nullptr));
@@ -464,9 +477,10 @@ TEST(Zeros, DecodeToExactZeroAndFiniteInputNeverMakesANanScale) {
 TEST_P(Edges, NanAndInfinityHurtTheirOwnTokenAlone) {
   for (LayerCase c : receive_cases("nan")) {
     for (bool saturate : {false, true}) {
-      for (Input input : {Input::kTokens, Input::kApart}) {
+      for (int way = 0; way < 4; ++way) {
         c.saturate = saturate;
-        c.input = input;
+        c.input = way % 2 ? Input::kApart : Input::kTokens;
+        c.tensor_scale = way / 2 == 1;
         c.token_type = Type::kBFloat16;
         Step step = step_of(c, {16, 16});
         std::vector<float>& x = step.ranks[0].x;
@@ -646,6 +660,8 @@ TEST_P(Edges, ZeroCopyTensorsLieInSymmetricMemoryAtEqualOffsets) {
     const Handle handle = make_handle(group, handle_config(1, 16));
     void* block = nullptr;
     require(nvte_ep_mem_alloc(group.get(), 3 * slots * hidden * 2, &block));
+    void* other = nullptr;
+    require(nvte_ep_mem_alloc(group.get(), 3 * slots * hidden * 2, &other));
     EXPECT_EQ(reinterpret_cast<uintptr_t>(block) % 256, 0u);
     Array idx(memory, Type::kInt64, {tokens, 1}, bytes_of(std::vector<int64_t>(tokens, 1 - rank.rank)));
     require(prepare(handle, &idx));
@@ -655,6 +671,8 @@ TEST_P(Edges, ZeroCopyTensorsLieInSymmetricMemoryAtEqualOffsets) {
     const int64_t bytes = slots * hidden * 2;
     nvte_ep_tensor_t good = view(block, bytes, slots, hidden, Type::kBFloat16, memory);
     nvte_ep_tensor_t beyond = view(block, 2 * bytes + 2 * hidden, slots, hidden, Type::kBFloat16, memory);
+    void* unlike_base = rank.rank == 0 ? block : other;
+    nvte_ep_tensor_t unlike = view(unlike_base, bytes, slots, hidden, Type::kBFloat16, memory);
     nvte_ep_tensor_t uneven = view(block, rank.rank == 0 ? bytes : 0, slots, hidden, Type::kBFloat16, memory);
     nvte_ep_dispatch_args_t args = NVTE_EP_DISPATCH_ARGS_INIT;
     args.tokens = in.tensor();
@@ -668,6 +686,9 @@ TEST_P(Edges, ZeroCopyTensorsLieInSymmetricMemoryAtEqualOffsets) {
     args.received = &uneven;
     expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_dispatch(handle.get(), &args, nullptr),
                   {"offset"}, "on both ranks");
+    args.received = &unlike;
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_handle_dispatch(handle.get(), &args, nullptr),
+                  {"allocation"}, "of two allocations");
     args.received = &good;
     require(nvte_ep_handle_dispatch(handle.get(), &args, nullptr));
     Bytes expected = encode(Type::kBFloat16, std::vector<float>(static_cast<size_t>(tokens * hidden),

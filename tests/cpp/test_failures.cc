@@ -445,6 +445,19 @@ TEST_P(Failures, DifferentCallSequencesAreRefusedOnEveryRankAndTheGroupLives) {
   });
 }
 
+TEST_P(Failures, APrepareThatFailedLeavesNoRoutingBehind) {
+  run_ranks(2, [&](Rank& rank) {
+    Member m(GetParam(), rank, kPatience);
+    m.expect_works();
+    const nvte_ep_status_t status = rank.rank == 0 ? m.prepare() : m.dispatch();
+    expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, status, {"nvte_ep_handle_", "rank 0 is in prepare"});
+    if (rank.rank == 0) {
+      expect_status(NVTE_EP_STATUS_BAD_STATE, m.dispatch(), {"nvte_ep_handle_dispatch", "prepare"});
+    }
+    m.expect_works();
+  });
+}
+
 TEST_P(Failures, HandlesMadeInAnotherOrderAreNoticed) {
   run_ranks(2, [&](Rank& rank) {
     Member m(GetParam(), rank, kPatience);

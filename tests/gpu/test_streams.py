@@ -106,19 +106,18 @@ def test_what_the_package_still_computes_is_waited_for(
     same_bytes("rows", raw.host(poisoned_rows, second), expected.numpy())
 
 
-def test_part_of_an_operand_is_waited_for(delay: Delay, new_stream: NewStream, raw: RawMemory) -> None:
-    """The scales that direct_receive still writes, taken apart on another stream."""
+def test_parts_of_an_operand_are_waited_for(delay: Delay, new_stream: NewStream, raw: RawMemory) -> None:
+    """Payload and scales that direct_receive still writes, decoded on another stream."""
     first, second = new_stream(), new_stream()
-    call = CALLS["mxfp8_direct_receive"]
-    host = call.run(call.place(lambda typed: typed.array))
-    columns = HIDDEN // 32
-    expected = nvte_ep.scales_unswizzle(host.scales, 160, columns, [32, 0, 128])
-    rows, counts = (raw.put(part) for part in call.inputs)
+    placed = CALLS["mxfp8_direct_receive"].place(raw.put)
+    expected = nvte_ep.mxfp8_unpack(CALLS["mxfp8_pack"].outputs[0].array, HIDDEN)
+    out = raw.empty(expected.shape, "bfloat16")
     delay(first)
-    operand = nvte_ep.mxfp8_direct_receive(rows, HIDDEN, counts, alignment=32, stream=first)
-    out = raw.empty((160, columns), "uint8")
-    nvte_ep.scales_unswizzle(operand.scales, 160, columns, counts, out=out, stream=second)
-    same_bytes("scales", raw.host(out, second), expected.numpy())
+    operand = nvte_ep.mxfp8_direct_receive(
+        placed[0], HIDDEN, placed[1], alignment=32, scale_layout="linear", stream=first
+    )
+    nvte_ep.mxfp8_dequantize(operand.payload, operand.scales, out=out, stream=second)
+    same_bytes("tokens", raw.host(out, second), expected.view("uint8").numpy())
 
 
 # ---- results that are still being made -------------------------------------------------------------
