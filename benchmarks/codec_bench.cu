@@ -52,7 +52,9 @@ __global__ void __launch_bounds__(512) copy_kernel(const uint4* from, uint4* to,
 struct DeviceBytes {
   uint8_t* data = nullptr;
   int64_t bytes;
-  explicit DeviceBytes(int64_t n) : bytes(n) { check(cudaMalloc(reinterpret_cast<void**>(&data), static_cast<size_t>(std::max<int64_t>(n, 256)))); }
+  explicit DeviceBytes(int64_t n) : bytes(n) {
+    check(cudaMalloc(reinterpret_cast<void**>(&data), static_cast<size_t>(std::max<int64_t>(n, 256))));
+  }
   ~DeviceBytes() { cudaFree(data); }
   DeviceBytes(const DeviceBytes&) = delete;
   DeviceBytes& operator=(const DeviceBytes&) = delete;
@@ -61,7 +63,8 @@ struct DeviceBytes {
     const int64_t n = static_cast<int64_t>(pattern.size());
     check(cudaMemcpy(data, pattern.data(), static_cast<size_t>(std::min(n, bytes)), cudaMemcpyHostToDevice));
     for (int64_t done = n; done < bytes; done *= 2) {
-      check(cudaMemcpy(data + done, data, static_cast<size_t>(std::min(done, bytes - done)), cudaMemcpyDeviceToDevice));
+      check(cudaMemcpy(data + done, data, static_cast<size_t>(std::min(done, bytes - done)),
+                       cudaMemcpyDeviceToDevice));
     }
   }
   std::vector<uint8_t> read(int64_t at, int64_t n) const {
@@ -98,7 +101,9 @@ Timing time_calls(const std::function<void(int)>& call, int repeats) {
   std::sort(us.begin(), us.end());
   check(cudaEventDestroy(begin));
   check(cudaEventDestroy(end));
-  const auto at = [&](double q) { return us[static_cast<size_t>(q * static_cast<double>(us.size() - 1) + 0.5)]; };
+  const auto at = [&](double q) {
+    return us[static_cast<size_t>(q * static_cast<double>(us.size() - 1) + 0.5)];
+  };
   return {at(0.5), at(0.1), at(0.9)};
 }
 
@@ -139,23 +144,35 @@ class Bench {
   }
 
  private:
-  bool wanted(const std::string& name) const { return o_.only.empty() || name.find(o_.only) != std::string::npos; }
+  bool wanted(const std::string& name) const {
+    return o_.only.empty() || name.find(o_.only) != std::string::npos;
+  }
 
   void measure_copy() {
     const int64_t bytes = int64_t{2} << 30;
     DeviceBytes a(bytes), b(bytes);
     a.fill(std::vector<uint8_t>(1 << 20, 7));
-    const Timing memcpy_time = time_calls([&](int) { check(cudaMemcpyAsync(b.data, a.data, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, nullptr)); }, o_.repeats);
+    const Timing memcpy_time = time_calls(
+        [&](int) {
+          check(
+              cudaMemcpyAsync(b.data, a.data, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, nullptr));
+        },
+        o_.repeats);
     double best = memcpy_time.median_us;
     for (const int blocks : {2, 4, 8, 16}) {
-      const Timing t = time_calls([&](int) {
-        copy_kernel<<<properties_.multiProcessorCount * blocks, 512>>>(reinterpret_cast<const uint4*>(a.data), reinterpret_cast<uint4*>(b.data), bytes / 16);
-      }, o_.repeats);
-      std::printf("copy kernel, %d blocks per SM: %.0f GB/s\n", blocks, 2e-3 * static_cast<double>(bytes) / t.median_us);
+      const Timing t = time_calls(
+          [&](int) {
+            copy_kernel<<<properties_.multiProcessorCount * blocks, 512>>>(
+                reinterpret_cast<const uint4*>(a.data), reinterpret_cast<uint4*>(b.data), bytes / 16);
+          },
+          o_.repeats);
+      std::printf("copy kernel, %d blocks per SM: %.0f GB/s\n", blocks,
+                  2e-3 * static_cast<double>(bytes) / t.median_us);
       best = std::min(best, t.median_us);
     }
     copy_gbs_ = 2e-3 * static_cast<double>(bytes) / best;
-    std::printf("cudaMemcpyAsync: %.0f GB/s; copy rate taken: %.0f GB/s\n\n", 2e-3 * static_cast<double>(bytes) / memcpy_time.median_us, copy_gbs_);
+    std::printf("cudaMemcpyAsync: %.0f GB/s; copy rate taken: %.0f GB/s\n\n",
+                2e-3 * static_cast<double>(bytes) / memcpy_time.median_us, copy_gbs_);
   }
 
   // Tokens with outlier channels; 64 MB of them, repeated.
@@ -175,11 +192,14 @@ class Bench {
     return out;
   }
 
-  void record(const std::string& name, int64_t rows, int64_t hidden, double bytes, double set_bytes, const Timing& t, bool correct) {
+  void record(const std::string& name, int64_t rows, int64_t hidden, double bytes, double set_bytes,
+              const Timing& t, bool correct) {
     Result r{name, rows, hidden, bytes, t, copy_gbs_, set_bytes < 1.5 * properties_.l2CacheSize, correct};
     results_.push_back(r);
-    std::printf("%-34s T %7lld H %5lld  %9.1f us (%.1f-%.1f)  %6.0f GB/s  %5.1f %% of copy%s%s\n", name.c_str(), static_cast<long long>(rows),
-                static_cast<long long>(hidden), t.median_us, t.low_us, t.high_us, r.gbs(), 100.0 * r.gbs() / copy_gbs_, r.cached ? " (L2)" : "", correct ? "" : "  WRONG");
+    std::printf("%-34s T %7lld H %5lld  %9.1f us (%.1f-%.1f)  %6.0f GB/s  %5.1f %% of copy%s%s\n",
+                name.c_str(), static_cast<long long>(rows), static_cast<long long>(hidden), t.median_us,
+                t.low_us, t.high_us, r.gbs(), 100.0 * r.gbs() / copy_gbs_, r.cached ? " (L2)" : "",
+                correct ? "" : "  WRONG");
     std::fflush(stdout);
   }
 
@@ -196,7 +216,8 @@ class Bench {
 
   // Sets of buffers that are used in turn: as many as make twice the cache, at most 16.
   int sets_for(double set_bytes) const {
-    return static_cast<int>(std::min(16.0, std::max(1.0, std::ceil(2.0 * properties_.l2CacheSize / set_bytes))));
+    return static_cast<int>(
+        std::min(16.0, std::max(1.0, std::ceil(2.0 * properties_.l2CacheSize / set_bytes))));
   }
 
   void run_size(int64_t rows) {
@@ -206,7 +227,8 @@ class Bench {
       const std::string name = find_format(format)->name;
       for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
         if (dtype != DType::kBFloat16 && !all_types) continue;
-        const std::string from = std::string(dtype == DType::kBFloat16 ? "" : " ") + (dtype == DType::kBFloat16 ? "" : dtype_name(dtype));
+        const std::string from = std::string(dtype == DType::kBFloat16 ? "" : " ") +
+                                 (dtype == DType::kBFloat16 ? "" : dtype_name(dtype));
         rows_and_back(format, name, from, dtype, rows, hidden);
       }
       receive(format, name, rows, hidden);
@@ -215,7 +237,8 @@ class Bench {
     combine_steps(rows, hidden);
   }
 
-  void rows_and_back(int32_t format, const std::string& name, const std::string& from, DType dtype, int64_t rows, int64_t hidden) {
+  void rows_and_back(int32_t format, const std::string& name, const std::string& from, DType dtype,
+                     int64_t rows, int64_t hidden) {
     const RowLayout layout = row_layout(*find_format(format), hidden);
     const double token_bytes = static_cast<double>(rows * hidden * dtype_bytes(dtype));
     const double row_bytes = static_cast<double>(rows * layout.used_bytes());
@@ -238,12 +261,15 @@ class Bench {
 
     const auto packs_right = [&](const CodecOptions& options) {
       const int64_t n = std::min<int64_t>(rows, 256);
-      std::vector<uint8_t> x = tokens[0]->read((rows - n) * hidden * dtype_bytes(dtype), n * hidden * dtype_bytes(dtype));
+      std::vector<uint8_t> x =
+          tokens[0]->read((rows - n) * hidden * dtype_bytes(dtype), n * hidden * dtype_bytes(dtype));
       std::vector<uint8_t> want(static_cast<size_t>(n * layout.row_bytes));
       CodecOptions host_options = options;
       if (options.stochastic) host_options.rng_state = state;
       host_options.row_id_base = static_cast<uint64_t>(rows - n);
-      check(host_->quantize(format, tokens_view(x.data(), dtype, n, hidden, false), packed_rows(format, want.data(), layout.row_bytes, n, hidden), host_options, nullptr));
+      check(host_->quantize(format, tokens_view(x.data(), dtype, n, hidden, false),
+                            packed_rows(format, want.data(), layout.row_bytes, n, hidden), host_options,
+                            nullptr));
       return packed[0]->read((rows - n) * layout.row_bytes, n * layout.row_bytes) == want;
     };
     for (const bool sr : {true, false}) {  // nearest last: its rows are unpacked
@@ -251,7 +277,9 @@ class Bench {
       const std::string what = name + " pack" + (sr ? " stochastic" : "") + from;
       const CodecOptions& options = sr ? stochastic : nearest;
       const auto call = [&](int i) {
-        check(cuda_->quantize(format, tokens_view(tokens[i % sets]->data, dtype, rows, hidden, true), packed_rows(format, packed[i % sets]->data, layout.row_bytes, rows, hidden), options, nullptr));
+        check(cuda_->quantize(format, tokens_view(tokens[i % sets]->data, dtype, rows, hidden, true),
+                              packed_rows(format, packed[i % sets]->data, layout.row_bytes, rows, hidden),
+                              options, nullptr));
       };
       if (wanted(what)) {
         const Timing t = time_calls(call, o_.repeats);
@@ -264,14 +292,19 @@ class Bench {
     const std::string unpack = name + " unpack" + from;
     if (wanted(unpack)) {
       const auto call = [&](int i) {
-        check(cuda_->dequantize(format, packed_rows(format, packed[i % sets]->data, layout.row_bytes, rows, hidden), tokens_view(tokens[i % sets]->data, dtype, rows, hidden, true), nearest, {}, nullptr));
+        check(cuda_->dequantize(
+            format, packed_rows(format, packed[i % sets]->data, layout.row_bytes, rows, hidden),
+            tokens_view(tokens[i % sets]->data, dtype, rows, hidden, true), nearest, {}, nullptr));
       };
       const Timing t = time_calls(call, o_.repeats);
       const int64_t n = std::min<int64_t>(rows, 256);
       std::vector<uint8_t> in = packed[0]->read((rows - n) * layout.row_bytes, n * layout.row_bytes);
       std::vector<uint8_t> want(static_cast<size_t>(n * hidden * dtype_bytes(dtype)));
-      check(host_->dequantize(format, packed_rows(format, in.data(), layout.row_bytes, n, hidden), tokens_view(want.data(), dtype, n, hidden, false), nearest, {}, nullptr));
-      record(unpack, rows, hidden, token_bytes + row_bytes, set_bytes, t, tokens[0]->read((rows - n) * hidden * dtype_bytes(dtype), n * hidden * dtype_bytes(dtype)) == want);
+      check(host_->dequantize(format, packed_rows(format, in.data(), layout.row_bytes, n, hidden),
+                              tokens_view(want.data(), dtype, n, hidden, false), nearest, {}, nullptr));
+      record(
+          unpack, rows, hidden, token_bytes + row_bytes, set_bytes, t,
+          tokens[0]->read((rows - n) * hidden * dtype_bytes(dtype), n * hidden * dtype_bytes(dtype)) == want);
       for (auto& buffer : tokens) buffer->fill(pattern);
     }
     const std::string quantize = name + " quantize" + from;
@@ -288,10 +321,17 @@ class Bench {
         v.hidden = hidden;
         return v;
       };
-      const Timing t = time_calls([&](int i) { check(cuda_->quantize(format, tokens_view(tokens[i % sets]->data, dtype, rows, hidden, true), view(i), nearest, nullptr)); }, o_.repeats);
+      const Timing t = time_calls(
+          [&](int i) {
+            check(cuda_->quantize(format, tokens_view(tokens[i % sets]->data, dtype, rows, hidden, true),
+                                  view(i), nearest, nullptr));
+          },
+          o_.repeats);
       const int64_t n = std::min<int64_t>(rows, 256);
-      std::vector<uint8_t> x = tokens[0]->read((rows - n) * hidden * dtype_bytes(dtype), n * hidden * dtype_bytes(dtype));
-      std::vector<uint8_t> payload(static_cast<size_t>(n * layout.payload_bytes)), s(static_cast<size_t>(n * layout.scale_bytes)), ts(static_cast<size_t>(n * 4));
+      std::vector<uint8_t> x =
+          tokens[0]->read((rows - n) * hidden * dtype_bytes(dtype), n * hidden * dtype_bytes(dtype));
+      std::vector<uint8_t> payload(static_cast<size_t>(n * layout.payload_bytes)),
+          s(static_cast<size_t>(n * layout.scale_bytes)), ts(static_cast<size_t>(n * 4));
       RowsView h = view(0);
       h.payload = payload.data();
       h.scales = s.data();
@@ -299,7 +339,8 @@ class Bench {
       h.rows = n;
       check(host_->quantize(format, tokens_view(x.data(), dtype, n, hidden, false), h, nearest, nullptr));
       record(quantize, rows, hidden, token_bytes + row_bytes, set_bytes, t,
-             packed[0]->read((rows - n) * layout.payload_bytes, n * layout.payload_bytes) == payload && scales.read((rows - n) * layout.scale_bytes, n * layout.scale_bytes) == s);
+             packed[0]->read((rows - n) * layout.payload_bytes, n * layout.payload_bytes) == payload &&
+                 scales.read((rows - n) * layout.scale_bytes, n * layout.scale_bytes) == s);
     }
   }
 
@@ -332,7 +373,8 @@ class Bench {
     shape.capacity = rows;
     shape.alignment = rows >= 128 * 8 ? 128 : 16;
     shape.num_experts = static_cast<int32_t>(std::min<int64_t>(64, rows / shape.alignment));
-    std::vector<int64_t> counts(static_cast<size_t>(shape.num_experts), rows / shape.num_experts / shape.alignment * shape.alignment);
+    std::vector<int64_t> counts(static_cast<size_t>(shape.num_experts),
+                                rows / shape.num_experts / shape.alignment * shape.alignment);
     counts.back() += rows / shape.alignment * shape.alignment - counts[0] * shape.num_experts;
     DeviceBytes device_counts(shape.num_experts * 8), rng(16);
     check(cudaMemcpy(device_counts.data, counts.data(), counts.size() * 8, cudaMemcpyHostToDevice));
@@ -340,17 +382,24 @@ class Bench {
     check(cudaMemcpy(rng.data, state, 16, cudaMemcpyHostToDevice));
     // Packed rows of tokens, repeated.
     const int64_t pattern_rows = 2048;
-    std::vector<uint8_t> x = token_pattern(DType::kBFloat16, hidden), pattern(static_cast<size_t>(pattern_rows * layout.row_bytes));
-    check(host_->quantize(format, tokens_view(x.data(), DType::kBFloat16, pattern_rows, hidden, false), packed_rows(format, pattern.data(), layout.row_bytes, pattern_rows, hidden), CodecOptions(), nullptr));
+    std::vector<uint8_t> x = token_pattern(DType::kBFloat16, hidden),
+                         pattern(static_cast<size_t>(pattern_rows * layout.row_bytes));
+    check(host_->quantize(format, tokens_view(x.data(), DType::kBFloat16, pattern_rows, hidden, false),
+                          packed_rows(format, pattern.data(), layout.row_bytes, pattern_rows, hidden),
+                          CodecOptions(), nullptr));
     for (const int variant : {0, 1, 2}) {  // rowwise, both, both with stochastic rounding
       const bool columnwise = variant > 0;
       if (variant == 2 && format != NVTE_EP_FORMAT_NVFP4) continue;
       if (columnwise && shape.alignment < find_format(format)->columnwise_alignment) continue;
-      const std::string what = name + (variant == 0 ? " receive rowwise" : (variant == 1 ? " receive both" : " receive both stochastic"));
+      const std::string what =
+          name +
+          (variant == 0 ? " receive rowwise" : (variant == 1 ? " receive both" : " receive both stochastic"));
       if (!wanted(what)) continue;
       const nvte_ep_operand_layout_t parts = operand_layout(shape, columnwise);
       const double read = static_cast<double>(rows * layout.used_bytes());
-      const double written = static_cast<double>(rows * layout.payload_bytes + parts.scales_bytes + (columnwise ? rows * layout.payload_bytes + parts.columnwise_scales_bytes : 0));
+      const double written =
+          static_cast<double>(rows * layout.payload_bytes + parts.scales_bytes +
+                              (columnwise ? rows * layout.payload_bytes + parts.columnwise_scales_bytes : 0));
       const int sets = sets_for(read + written);
       std::vector<std::unique_ptr<DeviceBytes>> packed, operands;
       for (int i = 0; i < sets; ++i) {
@@ -364,8 +413,10 @@ class Bench {
         options.rng_state = reinterpret_cast<const int64_t*>(rng.data);
       }
       const auto call = [&](int i) {
-        check(cuda_->direct_receive(format, packed_rows(format, packed[i % sets]->data, layout.row_bytes, rows, hidden), IndexView{device_counts.data, true},
-                                    bind(shape, columnwise, operands[i % sets]->data), options, nullptr));
+        check(cuda_->direct_receive(
+            format, packed_rows(format, packed[i % sets]->data, layout.row_bytes, rows, hidden),
+            IndexView{device_counts.data, true}, bind(shape, columnwise, operands[i % sets]->data), options,
+            nullptr));
       };
       const Timing t = time_calls(call, o_.repeats);
       for (int i = 0; i < sets; ++i) call(i);
@@ -374,20 +425,27 @@ class Bench {
       small.num_experts = 1;
       small.capacity = counts[0];
       const nvte_ep_operand_layout_t small_parts = operand_layout(small, columnwise);
-      std::vector<uint8_t> in = packed[0]->read(0, counts[0] * layout.row_bytes), want(static_cast<size_t>(small_parts.total_bytes + 256));
+      std::vector<uint8_t> in = packed[0]->read(0, counts[0] * layout.row_bytes),
+                           want(static_cast<size_t>(small_parts.total_bytes + 256));
       uint8_t* base = want.data() + (256 - reinterpret_cast<uintptr_t>(want.data()) % 256) % 256;
       CodecOptions host_options = options;
       if (variant == 2) host_options.rng_state = state;
-      check(host_->direct_receive(format, packed_rows(format, in.data(), layout.row_bytes, counts[0], hidden), IndexView{counts.data(), true}, bind(small, columnwise, base), host_options, nullptr));
+      check(host_->direct_receive(format, packed_rows(format, in.data(), layout.row_bytes, counts[0], hidden),
+                                  IndexView{counts.data(), true}, bind(small, columnwise, base), host_options,
+                                  nullptr));
       const auto same = [&](int64_t at, int64_t small_at, int64_t bytes) {
         return std::vector<uint8_t>(base + small_at, base + small_at + bytes) == operands[0]->read(at, bytes);
       };
       const int64_t block = find_format(format)->block, band = round_up(counts[0], 128);
-      bool correct = same(parts.payload_offset, small_parts.payload_offset, counts[0] * layout.payload_bytes) &&
-                     same(parts.scales_offset, small_parts.scales_offset, band * round_up(hidden / block, 4));
+      bool correct =
+          same(parts.payload_offset, small_parts.payload_offset, counts[0] * layout.payload_bytes) &&
+          same(parts.scales_offset, small_parts.scales_offset, band * round_up(hidden / block, 4));
       if (columnwise) {
-        correct = correct && same(parts.columnwise_payload_offset, small_parts.columnwise_payload_offset, counts[0] * layout.payload_bytes) &&
-                  same(parts.columnwise_scales_offset, small_parts.columnwise_scales_offset, band / block * round_up(hidden, 128));
+        correct = correct &&
+                  same(parts.columnwise_payload_offset, small_parts.columnwise_payload_offset,
+                       counts[0] * layout.payload_bytes) &&
+                  same(parts.columnwise_scales_offset, small_parts.columnwise_scales_offset,
+                       band / block * round_up(hidden, 128));
       }
       record(what, rows, hidden, read + written, read + written, t, correct);
     }
@@ -416,10 +474,14 @@ class Bench {
         TensorView v = tokens_view(data, DType::kUInt8, matrix_rows, columns, true);
         return v;
       };
-      const auto call = [&](int i) { check(cuda_->swizzle(view(scales[i % sets]->data), IndexView(), 1, tiles[i % sets]->data, inverse, nullptr)); };
+      const auto call = [&](int i) {
+        check(cuda_->swizzle(view(scales[i % sets]->data), IndexView(), 1, tiles[i % sets]->data, inverse,
+                             nullptr));
+      };
       const Timing t = time_calls(call, o_.repeats);
       const int64_t n = std::min<int64_t>(matrix_rows, 1024);
-      std::vector<uint8_t> a = scales[0]->read(0, n * columns), b = tiles[0]->read(0, round_up(n, 128) * round_up(columns, 4));
+      std::vector<uint8_t> a = scales[0]->read(0, n * columns),
+                           b = tiles[0]->read(0, round_up(n, 128) * round_up(columns, 4));
       std::vector<uint8_t> c = inverse ? std::vector<uint8_t>(a.size()) : std::vector<uint8_t>(b.size());
       TensorView h = view(inverse ? c.data() : a.data());
       h.shape[0] = n;
@@ -433,7 +495,8 @@ class Bench {
     constexpr int32_t kTopK = 8;
     const int64_t slots = tokens * kTopK;
     if (slots * hidden * 2 > (int64_t{24} << 30)) return;
-    const double slot_bytes = static_cast<double>(slots * hidden * 2), token_bytes = static_cast<double>(tokens * hidden * 2);
+    const double slot_bytes = static_cast<double>(slots * hidden * 2),
+                 token_bytes = static_cast<double>(tokens * hidden * 2);
     std::vector<SlotAddress> address(static_cast<size_t>(slots));
     std::vector<int64_t> source(address.size());
     std::vector<int64_t> order(address.size());
@@ -443,7 +506,8 @@ class Bench {
       address[i] = order[i];
       source[order[i]] = i / kTopK;
     }
-    DeviceBytes map(slots * 8), sources(slots * 8), rows(slots * hidden * 2), result(tokens * hidden * 2), pointers(64), weights(slots * 4);
+    DeviceBytes map(slots * 8), sources(slots * 8), rows(slots * hidden * 2), result(tokens * hidden * 2),
+        pointers(64), weights(slots * 4);
     check(cudaMemcpy(map.data, address.data(), address.size() * 8, cudaMemcpyHostToDevice));
     check(cudaMemcpy(sources.data, source.data(), source.size() * 8, cudaMemcpyHostToDevice));
     rows.fill(token_pattern(DType::kBFloat16, hidden));
@@ -472,7 +536,8 @@ class Bench {
       std::vector<float> w(local.size());
       for (int64_t i = 0; i < n * kTopK; ++i) {
         local[i] = i;
-        const std::vector<uint8_t> one = rows.read(address[i] * hidden * 2, hidden * 2), weight = weights.read(address[i] * 4, 4);
+        const std::vector<uint8_t> one = rows.read(address[i] * hidden * 2, hidden * 2),
+                                   weight = weights.read(address[i] * 4, 4);
         picked.insert(picked.end(), one.begin(), one.end());
         std::memcpy(&w[i], weight.data(), 4);
       }
@@ -485,7 +550,8 @@ class Bench {
       h.slots = local.data();
       h.result = tokens_view(want.data(), DType::kBFloat16, n, hidden, false);
       check(host_->reduce_rows(h, nullptr));
-      record("reduce bf16, top_k 8", tokens, hidden, slot_bytes + token_bytes, slot_bytes + token_bytes, t, result.read(0, n * hidden * 2) == want);
+      record("reduce bf16, top_k 8", tokens, hidden, slot_bytes + token_bytes, slot_bytes + token_bytes, t,
+             result.read(0, n * hidden * 2) == want);
     }
     if (wanted("gather")) {
       GatherRows g{};
@@ -499,26 +565,41 @@ class Bench {
       result.fill(token_pattern(DType::kBFloat16, hidden));
       const Timing t = time_calls([&](int) { check(cuda_->gather_rows(g, nullptr)); }, o_.repeats);
       bool correct = true;
-      for (int64_t s = 0; s < slots; s += slots / 16) correct = correct && rows.read(s * hidden * 2, hidden * 2) == result.read(source[s] * hidden * 2, hidden * 2);
-      record("gather rows bf16, top_k 8", tokens, hidden, slot_bytes + token_bytes, slot_bytes + token_bytes, t, correct);
+      for (int64_t s = 0; s < slots; s += slots / 16)
+        correct = correct &&
+                  rows.read(s * hidden * 2, hidden * 2) == result.read(source[s] * hidden * 2, hidden * 2);
+      record("gather rows bf16, top_k 8", tokens, hidden, slot_bytes + token_bytes, slot_bytes + token_bytes,
+             t, correct);
     }
   }
 
   void write() const {
     std::ostringstream json, table;
-    json << "{\n  \"device\": \"" << properties_.name << "\", \"sms\": " << properties_.multiProcessorCount << ", \"l2_bytes\": " << properties_.l2CacheSize
-         << ",\n  \"driver_cuda\": " << driver_ << ", \"runtime_cuda\": " << runtime_ << ", \"copy_gb_per_s\": " << copy_gbs_ << ",\n  \"results\": [";
-    table << "Device: " << properties_.name << ", driver for CUDA " << driver_ / 1000 << "." << driver_ % 1000 / 10 << ", runtime " << runtime_ / 1000 << "." << runtime_ % 1000 / 10
+    json << "{\n  \"device\": \"" << properties_.name << "\", \"sms\": " << properties_.multiProcessorCount
+         << ", \"l2_bytes\": " << properties_.l2CacheSize << ",\n  \"driver_cuda\": " << driver_
+         << ", \"runtime_cuda\": " << runtime_ << ", \"copy_gb_per_s\": " << copy_gbs_
+         << ",\n  \"results\": [";
+    table << "Device: " << properties_.name << ", driver for CUDA " << driver_ / 1000 << "."
+          << driver_ % 1000 / 10 << ", runtime " << runtime_ / 1000 << "." << runtime_ % 1000 / 10
           << ". Copy rate of this run: " << std::llround(copy_gbs_) << " GB/s (read + write).\n\n"
-          << "| codec | T | H | median us | 10-90 % us | bytes | GB/s | share of copy rate | right |\n|---|---|---|---|---|---|---|---|---|\n";
+          << "| codec | T | H | median us | 10-90 % us | bytes | GB/s | share of copy rate | right "
+             "|\n|---|---|---|---|---|---|---|---|---|\n";
     for (size_t i = 0; i < results_.size(); ++i) {
       const Result& r = results_[i];
       char line[512];
-      std::snprintf(line, sizeof(line), "%s\n    {\"codec\": \"%s\", \"rows\": %lld, \"hidden\": %lld, \"median_us\": %.3f, \"p10_us\": %.3f, \"p90_us\": %.3f, \"bytes\": %.0f, \"gb_per_s\": %.1f, \"share_of_copy\": %.4f, \"from_l2\": %s, \"correct\": %s}",
-                    i ? "," : "", r.name.c_str(), static_cast<long long>(r.rows), static_cast<long long>(r.hidden), r.t.median_us, r.t.low_us, r.t.high_us, r.bytes, r.gbs(), r.gbs() / copy_gbs_, r.cached ? "true" : "false", r.correct ? "true" : "false");
+      std::snprintf(line, sizeof(line),
+                    "%s\n    {\"codec\": \"%s\", \"rows\": %lld, \"hidden\": %lld, \"median_us\": %.3f, "
+                    "\"p10_us\": %.3f, \"p90_us\": %.3f, \"bytes\": %.0f, \"gb_per_s\": %.1f, "
+                    "\"share_of_copy\": %.4f, \"from_l2\": %s, \"correct\": %s}",
+                    i ? "," : "", r.name.c_str(), static_cast<long long>(r.rows),
+                    static_cast<long long>(r.hidden), r.t.median_us, r.t.low_us, r.t.high_us, r.bytes,
+                    r.gbs(), r.gbs() / copy_gbs_, r.cached ? "true" : "false", r.correct ? "true" : "false");
       json << line;
-      std::snprintf(line, sizeof(line), "| %s | %lld | %lld | %.1f | %.1f-%.1f | %.3g | %.0f | %.1f %%%s | %s |\n", r.name.c_str(), static_cast<long long>(r.rows), static_cast<long long>(r.hidden),
-                    r.t.median_us, r.t.low_us, r.t.high_us, r.bytes, r.gbs(), 100.0 * r.gbs() / copy_gbs_, r.cached ? " (L2)" : "", r.correct ? "yes" : "NO");
+      std::snprintf(line, sizeof(line),
+                    "| %s | %lld | %lld | %.1f | %.1f-%.1f | %.3g | %.0f | %.1f %%%s | %s |\n",
+                    r.name.c_str(), static_cast<long long>(r.rows), static_cast<long long>(r.hidden),
+                    r.t.median_us, r.t.low_us, r.t.high_us, r.bytes, r.gbs(), 100.0 * r.gbs() / copy_gbs_,
+                    r.cached ? " (L2)" : "", r.correct ? "yes" : "NO");
       table << line;
     }
     json << "\n  ]\n}\n";
@@ -547,11 +628,16 @@ int main(int argc, char** argv) {
   Options options;
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string key = argv[i], value = argv[i + 1];
-    if (key == "--json") options.json = value;
-    else if (key == "--markdown") options.markdown = value;
-    else if (key == "--only") options.only = value;
-    else if (key == "--hidden") options.hidden = std::atoll(value.c_str());
-    else if (key == "--repeats") options.repeats = std::atoi(value.c_str());
+    if (key == "--json")
+      options.json = value;
+    else if (key == "--markdown")
+      options.markdown = value;
+    else if (key == "--only")
+      options.only = value;
+    else if (key == "--hidden")
+      options.hidden = std::atoll(value.c_str());
+    else if (key == "--repeats")
+      options.repeats = std::atoi(value.c_str());
     else if (key == "--rows") {
       options.rows.clear();
       std::stringstream list(value);

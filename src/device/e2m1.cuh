@@ -23,7 +23,9 @@ __device__ __forceinline__ uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t 
   return __byte_perm(a, b, selector);
 }
 // (a & mask) | (b & ~mask)
-__device__ __forceinline__ uint32_t blend(uint32_t a, uint32_t b, uint32_t mask) { return (a & mask) | (b & ~mask); }
+__device__ __forceinline__ uint32_t blend(uint32_t a, uint32_t b, uint32_t mask) {
+  return (a & mask) | (b & ~mask);
+}
 
 #if defined(NVTE_EP_HARDWARE_E2M1)
 __device__ __forceinline__ uint32_t floats_to_e2m1x8(const float* y) {
@@ -87,7 +89,8 @@ __device__ __forceinline__ uint32_t round_products(float lo, float hi, float sca
   return z + 0x00FF00FFu + ((z >> 9) & 0x00010001u);
 }
 // Elements (0, 2), (4, 6) and (1, 3), (5, 7), rounded, to nibbles.
-__device__ __forceinline__ uint32_t nibbles_of_rounded(uint32_t e02, uint32_t e46, uint32_t e13, uint32_t e57) {
+__device__ __forceinline__ uint32_t nibbles_of_rounded(uint32_t e02, uint32_t e46, uint32_t e13,
+                                                       uint32_t e57) {
   const uint32_t even = pick_bytes(e02, e46, 0x7531);
   const uint32_t odd = pick_bytes(e13, e57, 0x7531);
   const uint32_t low = blend(even >> 1, even >> 4, 0x07070707u);
@@ -102,38 +105,54 @@ __device__ __forceinline__ uint32_t encode_bf16_e2m1x8(const uint32_t* x, float 
       round_products(hi(0), hi(1), scaled_multiplier), round_products(hi(2), hi(3), scaled_multiplier));
 }
 
-// Stochastic rounding of x[i] * multiplier for x with at most 11 significant bits (BF16, FP16); the products are below 7.
-// Scaled by 2^-126, codes 0 and 1 are FP32's subnormal numbers and the bits of a number, cut to one mantissa bit, are its
-// code; adding the random byte below that place carries into the code exactly as the definition's addition does. (A sum that
-// FP32 rounds up to the next code would need a number with more bits.)
-__device__ __forceinline__ uint32_t encode_e2m1x8_stochastic(const float* x, float multiplier, const uint32_t* random) {
-  constexpr float kToBits = 1.1754943508222875e-38f;     // 2^-126
+// Stochastic rounding of x[i] * multiplier; the products are below 7.
+//
+// Scaled by 2^-126, codes 0 and 1 are FP32's subnormal numbers and the bits of a number, cut to one mantissa bit, are its code.
+// kFewBits: x has at most 11 significant bits (BF16, FP16). Then the random byte is added to the bits, below the place of the
+// code, and carries into it exactly as the definition's addition does; a sum that FP32 rounds up to the next code would need a
+// number with more bits. Otherwise the addition is the definition's: a + (r / 512) * p, p the power of two of a, at least 1.
+template <bool kFewBits>
+__device__ __forceinline__ uint32_t encode_e2m1x8_stochastic(const float* x, float multiplier,
+                                                             const uint32_t* random) {
+  constexpr float kToBits = 1.1754943508222875e-38f;  // 2^-126
   constexpr float kLargest = 6.0f * 1.1754943508222875e-38f;
-  uint32_t w[8];
+  uint32_t w[8];  // the code in the top byte
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float z = fminf(mul_rn(mul_rn(fabsf(x[i]), multiplier), kToBits), kLargest);
-    w[i] = float_bits(z) * 4u + pick_bytes(random[i / 4], 0, 0x4044u | (static_cast<uint32_t>(i % 4) << 8));
+    const float a = mul_rn(fabsf(x[i]), multiplier);
+    const uint32_t byte = static_cast<uint32_t>(i % 4);
+    if constexpr (kFewBits) {
+      const float z = fminf(mul_rn(a, kToBits), kLargest);
+      w[i] = float_bits(z) * 4u + pick_bytes(random[i / 4], 0, 0x4044u | (byte << 8));
+    } else {
+      const float p = fmaxf(bits_float(float_bits(a) & 0x7F800000u), 1.0f);
+      // 2^14 + r / 512, minus 2^14.
+      const float r =
+          __fadd_rn(bits_float(pick_bytes(random[i / 4], 0x46800000u, 0x7650u | byte)), -16384.0f);
+      w[i] = float_bits(fminf(__fmul_rz(__fmaf_rn(r, p, a), kToBits), kLargest)) * 4u;
+    }
   }
   const auto top_bytes = [](uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     return pick_bytes(pick_bytes(a, b, 0x0073), pick_bytes(c, d, 0x0073), 0x5410);
   };
   const uint32_t even = top_bytes(w[0], w[2], w[4], w[6]);
   const uint32_t odd = top_bytes(w[1], w[3], w[5], w[7]);
-  const uint32_t sign_even = top_bytes(float_bits(x[0]), float_bits(x[2]), float_bits(x[4]), float_bits(x[6]));
+  const uint32_t sign_even =
+      top_bytes(float_bits(x[0]), float_bits(x[2]), float_bits(x[4]), float_bits(x[6]));
   const uint32_t sign_odd = top_bytes(float_bits(x[1]), float_bits(x[3]), float_bits(x[5]), float_bits(x[7]));
   return (even + odd * 16u) | ((sign_even >> 4) & 0x08080808u) | (sign_odd & 0x80808080u);
 }
 
 // Any FP32 number, finite or not, by the definition: for blocks that the functions above do not take.
 template <int kCount = 8>
-__device__ __forceinline__ uint32_t encode_e2m1_any(const float* x, float multiplier, const uint32_t* random) {
+__device__ __forceinline__ uint32_t encode_e2m1_any(const float* x, float multiplier,
+                                                    const uint32_t* random) {
   uint32_t word = 0;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const float y = mul_rn(x[i], multiplier);
-    const uint32_t code = random ? float_to_e2m1_stochastic(y, (random[i / 4] >> (8 * (i % 4))) & 0xFFu)
-                                 : float_to_e2m1(y);
+    const uint32_t code =
+        random ? float_to_e2m1_stochastic(y, (random[i / 4] >> (8 * (i % 4))) & 0xFFu) : float_to_e2m1(y);
     word |= code << (4 * i);
   }
   return word;
@@ -141,22 +160,30 @@ __device__ __forceinline__ uint32_t encode_e2m1_any(const float* x, float multip
 
 // ---- decoding -----------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ __nv_bfloat162 bf162_of(uint32_t u) { return *reinterpret_cast<const __nv_bfloat162*>(&u); }
-__device__ __forceinline__ uint32_t bits_of(__nv_bfloat162 b) { return *reinterpret_cast<const uint32_t*>(&b); }
+__device__ __forceinline__ __nv_bfloat162 bf162_of(uint32_t u) {
+  return *reinterpret_cast<const __nv_bfloat162*>(&u);
+}
+__device__ __forceinline__ uint32_t bits_of(__nv_bfloat162 b) {
+  return *reinterpret_cast<const uint32_t*>(&b);
+}
 
 // Codes in the upper byte of each half (the other bytes do not matter), those in its high or low nibbles, to BF16 values times
 // 2^-126: exponent and mantissa go below BF16's lowest exponent bits, codes 0 and 1 become subnormal numbers.
-__device__ __forceinline__ uint32_t tiny_of_high(uint32_t w) { return (w & 0x80008000u) | ((w >> 6) & 0x01C001C0u); }
+__device__ __forceinline__ uint32_t tiny_of_high(uint32_t w) {
+  return (w & 0x80008000u) | ((w >> 6) & 0x01C001C0u);
+}
 __device__ __forceinline__ uint32_t tiny_of_low(uint32_t w) {
   return ((w << 4) & 0x80008000u) | ((w >> 2) & 0x01C001C0u);
 }
 
 // Eight codes times a unit (BF16 in both halves, not NaN) to eight BF16 numbers; exact.
 __device__ __forceinline__ void decode_e2m1x8_bf16(uint32_t codes, uint32_t unit, uint32_t* out) {
-  const uint32_t even = codes << 4;  // now every code's sign is the top bit of a byte, in one word or the other
+  const uint32_t even =
+      codes << 4;  // now every code's sign is the top bit of a byte, in one word or the other
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t w = pick_bytes(even, codes, 0x4000u + 0x1010u * static_cast<uint32_t>(i));  // codes 2i and 2i + 1
+    const uint32_t w =
+        pick_bytes(even, codes, 0x4000u + 0x1010u * static_cast<uint32_t>(i));  // codes 2i and 2i + 1
     out[i] = bits_of(__hmul2(__hmul2(bf162_of(tiny_of_high(w)), bf162_of(0x7E807E80u)), bf162_of(unit)));
   }
 }

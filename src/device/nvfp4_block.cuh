@@ -17,6 +17,10 @@ __device__ __forceinline__ float reciprocal_of_e4m3(float x) {
   return __fmaf_rn(__fmaf_rn(-x, r, 1.0f), r, r);
 }
 
+// Products up to here are encoded by the fast functions: those of a block whose scale is neither 0 nor cut off are below
+// 6 * (1 + 1/16), and 7 would be a tie with what E2M1 does not have.
+constexpr float kFastLimit = 6.5f;
+
 // A second-level scale 2^k as the block encoder needs it.
 struct SecondLevel {
   float sixth;    // 2^-k / 6
@@ -31,7 +35,8 @@ struct SecondLevel {
     return fast_float_to_e4m3(fminf(mul_rn(amax, sixth), kFloatMax), round_up);
   }
   __device__ __forceinline__ float multiplier(uint32_t block_scale) const {
-    return block_scale == 0 ? kFloatMax : mul_rn(reciprocal_of_e4m3(fast_e4m3_to_float(block_scale)), inverse);
+    const float m = mul_rn(reciprocal_of_e4m3(fast_e4m3_to_float(block_scale)), inverse);
+    return block_scale == 0 ? kFloatMax : m;
   }
 };
 
@@ -51,7 +56,7 @@ __device__ __forceinline__ uint2 encode_nvfp4_block(const Block16<Token>& x, flo
   constexpr bool kAnyInput = false;
 #endif
   // Outside: NaN and infinity; elements whose block scale came out 0 or was cut off at 448.
-  if (kAnyInput || (finite && mul_rn(amax, multiplier) < 7.0f)) {
+  if (kAnyInput || (finite && mul_rn(amax, multiplier) < kFastLimit)) {
     if constexpr (!kAnyInput && !kStochastic && std::is_same_v<Token, Bf16Token>) {
       const float scaled = bf16_multiplier(multiplier, b);
       return make_uint2(encode_bf16_e2m1x8(x.word, scaled), encode_bf16_e2m1x8(x.word + 4, scaled));
@@ -60,9 +65,10 @@ __device__ __forceinline__ uint2 encode_nvfp4_block(const Block16<Token>& x, flo
       for (int i = 0; i < 16; ++i) v[i] = x.value(i);
       if constexpr (!kStochastic) {
         return make_uint2(encode_e2m1x8(v, multiplier), encode_e2m1x8(v + 8, multiplier));
-      } else if constexpr (Token::kBytes == 2) {
-        return make_uint2(encode_e2m1x8_stochastic(v, multiplier, random),
-                          encode_e2m1x8_stochastic(v + 8, multiplier, random + 2));
+      } else {
+        constexpr bool kFewBits = Token::kBytes == 2;
+        return make_uint2(encode_e2m1x8_stochastic<kFewBits>(v, multiplier, random),
+                          encode_e2m1x8_stochastic<kFewBits>(v + 8, multiplier, random + 2));
       }
     }
   }

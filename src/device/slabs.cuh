@@ -32,8 +32,8 @@ __device__ __forceinline__ int64_t asked_rows(const SlabCounts& counts, int64_t 
 }
 
 // The slab for which match(expert, first tile, end tile) is true, tiles of all slabs counted through; expert -1 where there
-// is none. Slabs are clamped as on the host: a slab begins where the ones before end, and gets what is left; the first block
-// of a grid reports. Called by a whole block of kThreads; ends with a barrier.
+// is none. Slabs are clamped as on the host: a slab begins where the ones before end, and gets what is left; findings: where
+// that is reported, null but for one block of a grid. Called by a whole block of kThreads; ends with a barrier.
 template <int kThreads, typename Match>
 __device__ __forceinline__ Slab find_slab(const SlabCounts& counts, int32_t* findings, const Match& match) {
   if (counts.rows_per_expert.data == nullptr) return Slab{0, 0, counts.available, 0};
@@ -44,7 +44,7 @@ __device__ __forceinline__ Slab find_slab(const SlabCounts& counts, int32_t* fin
     found.expert = -1;
     total_rows = total_tiles = 0;
   }
-  const bool reports = blockIdx.x == 0 && findings != nullptr;
+  const bool reports = findings != nullptr;
   bool clamped = false;
   __syncthreads();
   for (int64_t base = 0; base < counts.num_experts; base += kThreads) {
@@ -79,9 +79,26 @@ __device__ __forceinline__ Slab find_slab(const SlabCounts& counts, int32_t* fin
 
 template <int kThreads>
 __device__ __forceinline__ Slab find_slab_of_tile(const SlabCounts& counts, int32_t* findings, int64_t tile) {
-  return find_slab<kThreads>(counts, findings, [tile](int32_t, int64_t first, int64_t end) {
-    return tile >= first && tile < end;
-  });
+  return find_slab<kThreads>(
+      counts, findings, [tile](int32_t, int64_t first, int64_t end) { return tile >= first && tile < end; });
+}
+
+// Rows of all slabs. Called by a whole block; ends with a barrier.
+__device__ __forceinline__ int64_t rows_of_all(const SlabCounts& counts) {
+  __shared__ int64_t total;
+  if (warp_id() == 0) {
+    int64_t sum = 0;
+    for (int64_t e = lane_id(); e < counts.num_experts; e += kWarp) {
+      sum = add_up_to(sum, asked_rows(counts, e), counts.available);
+    }
+#pragma unroll
+    for (int d = 1; d < kWarp; d *= 2) {
+      sum = add_up_to(sum, __shfl_xor_sync(kAllLanes, sum, d), counts.available);
+    }
+    if (lane_id() == 0) total = sum;
+  }
+  __syncthreads();
+  return total;
 }
 
 // Tiles that all slabs together can have.

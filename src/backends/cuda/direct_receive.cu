@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(kThreads, 3) find_exponents(const ReceiveArgum
   const int blocks = static_cast<int>(cluster.num_blocks());
   const int rank = static_cast<int>(cluster.block_rank());
   const int32_t expert = static_cast<int32_t>(blockIdx.x / blocks);
-  const Slab slab = find_slab<kThreads>(a.counts, nullptr, [expert](int32_t e, int64_t, int64_t) { return e == expert; });
+  const Slab slab =
+      find_slab<kThreads>(a.counts, nullptr, [expert](int32_t e, int64_t, int64_t) { return e == expert; });
   const int64_t first = static_cast<int64_t>(rank) * kThreads + threadIdx.x;
   const int64_t step = static_cast<int64_t>(blocks) * kThreads;
 
@@ -71,11 +72,13 @@ __global__ void __launch_bounds__(kThreads, 3) find_exponents(const ReceiveArgum
     live = largest > 0;
     k = live ? static_cast<int>(largest) + Nvfp4::kMinExponent - 1 : Nvfp4::kMinExponent;
     column_k = k + 2;
-    const bool wants_columns = a.tiles || a.columnwise_amax != nullptr || a.columnwise_expert_scale != nullptr;
+    const bool wants_columns =
+        a.tiles || a.columnwise_amax != nullptr || a.columnwise_expert_scale != nullptr;
     if (wants_columns && live && !a.options.column_max) {
       uint32_t largest_sum = 0;
 #pragma unroll 2
-      for (int64_t i = first - lane_id(); i < slab.rows; i += step) {  // whole warps: two blocks of 16 rows each
+      for (int64_t i = first - lane_id(); i < slab.rows;
+           i += step) {  // whole warps: two blocks of 16 rows each
         const int64_t row = i + lane_id();
         int exponent;
         uint32_t sum = 0;
@@ -103,119 +106,126 @@ __global__ void __launch_bounds__(kThreads, 3) find_exponents(const ReceiveArgum
   }
 
   const uint8_t byte = illegal ? kIllegalExponent : static_cast<uint8_t>(k - Nvfp4::kMinExponent);
-  const uint8_t column_byte = illegal ? kIllegalExponent : static_cast<uint8_t>(column_k - Nvfp4::kMinExponent);
-  const int parts = a.tiles ? a.column_groups : kPatchesPerTile;
-  const int64_t owners = (slab.rows + kScaleTileRows - 1) / kScaleTileRows * parts;
+  const uint8_t column_byte =
+      illegal ? kIllegalExponent : static_cast<uint8_t>(column_k - Nvfp4::kMinExponent);
+  const int64_t owners = (slab.rows + kScaleTileRows - 1) / kScaleTileRows * a.column_groups;
   for (int64_t i = first; i < owners; i += step) {
-    const int64_t band = i / parts;
-    const int part = static_cast<int>(i % parts);
-    if (a.tiles) {
-      if (a.scales != nullptr) *a.group_exponent(slab, band, part) = byte;
-      *a.column_exponent(slab, band, part) = column_byte;
-    } else if (a.scales != nullptr && band * kScaleTileRows + part * kPatchRows < slab.rows) {
-      *a.patch_exponent(slab, band, part) = byte;
-    }
+    const int64_t band = i / a.column_groups;
+    const int group = static_cast<int>(i % a.column_groups);
+    if (a.scales != nullptr) *a.group_exponent(slab, band, group) = byte;
+    if (a.tiles) *a.column_exponent(slab, band, group) = column_byte;
   }
   if (blocks > 1) cluster.sync();  // a block's shared memory outlives its readers
 }
 
 // ---- the rowwise operand ------------------------------------------------------------------------------------------------------------
 
-// A row's 16 scale bytes from a column on. The last ones of a row may run past its scales, but not past the row.
-__device__ __forceinline__ uint4 load_scales(const ReceiveArguments& a, const uint8_t* row, int64_t column) {
-  return *reinterpret_cast<const uint4*>(row + a.layout.payload_bytes + column);
-}
+// Thread blocks are small and come in the order of the rows, so that what the device reads and writes at one time lies close
+// together: 16 blocks that copy the payload of 8 rows each, then one that makes the scales of a band of 128 rows.
+constexpr int kCopyRows = 8;
+constexpr int kCopyBlocks = static_cast<int>(kScaleTileRows) / kCopyRows;
 
-// A thread block some patches of 32 rows of one band: payload is copied, scales are requantised (NVFP4) and put into tiles.
-// patches is a divisor of kPatchesPerTile.
-template <typename Format>
-__global__ void __launch_bounds__(kThreads, 3) receive_rows(const ReceiveArguments a, int patches) {
-  constexpr bool kNvfp4 = std::is_same_v<Format, Nvfp4>;
+__device__ __forceinline__ void copy_payload(const ReceiveArguments& a, int64_t first_row) {
   constexpr int kInFlight = 4;
-  const int64_t tile = static_cast<int64_t>(blockIdx.x) * patches / kPatchesPerTile;
-  const int first_patch = static_cast<int>(blockIdx.x) * patches % kPatchesPerTile;
-  const Slab slab = find_slab_of_tile<kThreads>(a.counts, a.options.findings, tile);
-  if (slab.expert < 0) return;
-  const int64_t band = tile - slab.first_tile;
-  const int64_t rows = slab.rows - band * kScaleTileRows;  // in this band, perhaps more than 128
-  const int64_t first_row = slab.first_row + band * kScaleTileRows;
+  const int64_t total = rows_of_all(a.counts);
+  if (first_row >= total) return;
+  const int64_t left = total - first_row;
+  const int64_t chunks = a.layout.payload_bytes / 16;
+  const int64_t end = (left < kCopyRows ? left : kCopyRows) * chunks;
   const uint8_t* from = a.rows + first_row * a.row_stride;
-  bool misfit = false;
-  for (int patch = first_patch; patch < first_patch + patches; ++patch) {
-    uint8_t exponent = 0;
-    if (kNvfp4 && a.scales != nullptr && patch * kPatchRows < rows) {
-      exponent = *a.patch_exponent(slab, band, patch);
-      __syncthreads();  // read by all, before the place is written
-    }
-    // The scales' loads go first, so that they are there when the payload has been copied.
-    const int64_t my_column = patch_column(static_cast<int64_t>(warp_id()) * kPatchColumns);
-    uint4 early[4];
-    float token_scale[4];
+  uint4* to = reinterpret_cast<uint4*>(a.payload + first_row * a.layout.payload_bytes);
+  const int64_t pad = a.row_stride - a.layout.payload_bytes;  // bytes from a row's payload to the next one's
+  for (int64_t i = threadIdx.x; i < end; i += kInFlight * kThreads) {
+    uint4 v[kInFlight];
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      const int64_t row = 32 * q + patch_row(patch);
-      if (a.scales == nullptr || row >= rows || my_column >= a.columns) continue;
-      early[q] = load_scales(a, from + row * a.row_stride, my_column);
-      if (kNvfp4) token_scale[q] = a.token_scale(first_row + row);
-    }
-
-    if (a.payload != nullptr) {
-      const int64_t chunks = a.layout.payload_bytes / 16;
-      const int r = patch * kPatchRows + warp_id();
-#pragma unroll 1
-      for (int q = 0; q < 4; ++q) {
-        const int64_t row = 32 * q + r;
-        if (row >= rows) break;
-        const uint4* in = reinterpret_cast<const uint4*>(from + row * a.row_stride);
-        uint4* out = reinterpret_cast<uint4*>(a.payload + (first_row + row) * a.layout.payload_bytes);
-        for (int64_t c = lane_id(); c < chunks; c += kInFlight * kWarp) {
-          uint4 v[kInFlight];
-#pragma unroll
-          for (int d = 0; d < kInFlight; ++d) {
-            if (c + d * kWarp < chunks) v[d] = load_once(in + c + d * kWarp);
-          }
-#pragma unroll
-          for (int d = 0; d < kInFlight; ++d) {
-            if (c + d * kWarp < chunks) out[c + d * kWarp] = v[d];
-          }
-        }
+    for (int d = 0; d < kInFlight; ++d) {
+      const int64_t at = i + d * kThreads;
+      if (at < end) {
+        const int row = static_cast<int>(static_cast<uint32_t>(at) / static_cast<uint32_t>(chunks));
+        v[d] = *reinterpret_cast<const uint4*>(from + at * 16 + row * pad);
       }
     }
-
-    if (a.scales == nullptr) continue;
-    for (int64_t first = static_cast<int64_t>(warp_id()) * kPatchColumns; first < a.columns;
-         first += kThreads / kWarp * kPatchColumns) {
-      const int64_t column = patch_column(first);
-      if (column >= a.columns) continue;
-      const int left = static_cast<int>(a.columns - column < 16 ? a.columns - column : 16);
-      PatchScales scales;
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const int64_t row = 32 * q + patch_row(patch);
-        scales.row[q] = make_uint4(0, 0, 0, 0);
-        if (row >= rows) continue;
-        uint4 v = column == my_column ? early[q] : load_scales(a, from + row * a.row_stride, column);
-        if (left < 16) v = first_bytes(v, left);
-        if constexpr (kNvfp4) {
-          const RowRescale rescale(token_scale[q], exponent);
-          v = make_uint4(rescale(v.x, &misfit), rescale(v.y, &misfit), rescale(v.z, &misfit), rescale(v.w, &misfit));
-          if (left < 16) v = first_bytes(v, left);
-        }
-        scales.row[q] = v;
-        if (a.linear) {
-          store16(a.linear_scale(slab, band * kScaleTileRows + row, column), v, a.columns % 16 == 0 ? 16 : 1, left);
-        }
-      }
-      if (!a.linear) store_patch(a.band_tiles(slab, band), a.columns, patch, column, scales);
+    for (int d = 0; d < kInFlight; ++d) {
+      if (i + d * kThreads < end) to[i + d * kThreads] = v[d];
     }
   }
+}
+
+// The scales of a band, requantised (NVFP4) and put into tiles.
+template <typename Format>
+__device__ __forceinline__ void make_scales(const ReceiveArguments& a, int64_t tile) {
+  constexpr bool kNvfp4 = std::is_same_v<Format, Nvfp4>;
+  __shared__ RowRescale rescale[kScaleTileRows];
+  const Slab slab = find_slab_of_tile<kThreads>(a.counts, tile == 0 ? a.options.findings : nullptr, tile);
+  if (slab.expert < 0 || a.scales == nullptr) return;
+  const int64_t band = tile - slab.first_tile;
+  const int64_t left = slab.rows - band * kScaleTileRows;
+  const int rows = static_cast<int>(left < kScaleTileRows ? left : kScaleTileRows);
+  const int64_t first_row = slab.first_row + band * kScaleTileRows;
+  if constexpr (kNvfp4) {
+    if (static_cast<int>(threadIdx.x) < rows) {
+      rescale[threadIdx.x] =
+          RowRescale(a.token_scale(first_row + threadIdx.x), *a.group_exponent(slab, band, 0));
+    }
+    __syncthreads();  // the exponent is read, before its place is written
+  }
+  bool misfit = false;
+  const int64_t pieces = (a.columns + kPatchColumns - 1) / kPatchColumns;
+  for (int64_t i = warp_id(); i < pieces * kPatchesPerTile; i += kThreads / kWarp) {
+    const int patch = static_cast<int>(i % kPatchesPerTile);
+    const int64_t column = patch_column(i / kPatchesPerTile * kPatchColumns);
+    if (column >= a.columns) continue;
+    const int bytes = static_cast<int>(a.columns - column < 16 ? a.columns - column : 16);
+    const uint8_t* from =
+        a.rows + (first_row + patch_row(patch)) * a.row_stride + a.layout.payload_bytes + column;
+    PatchScales scales;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      scales.row[q] = make_uint4(0, 0, 0, 0);
+      // A row's last 16 bytes may run past its scales, but not past the row.
+      if (32 * q + patch_row(patch) < rows) {
+        scales.row[q] = *reinterpret_cast<const uint4*>(from + 32 * q * a.row_stride);
+      }
+    }
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const int row = 32 * q + patch_row(patch);
+      if (row >= rows) continue;
+      uint4 v = scales.row[q];
+      if constexpr (kNvfp4) {
+        const RowRescale& r = rescale[row];
+        if (bytes < 16) v = first_bytes(v, bytes);
+        v = make_uint4(r(v.x, &misfit), r(v.y, &misfit), r(v.z, &misfit), r(v.w, &misfit));
+      }
+      if (bytes < 16) v = first_bytes(v, bytes);
+      scales.row[q] = v;
+      if (a.linear) {
+        store16(a.linear_scale(slab, band * kScaleTileRows + row, column), v, a.columns % 16 == 0 ? 16 : 1,
+                bytes);
+      }
+    }
+    if (!a.linear) store_patch(a.band_tiles(slab, band), a.columns, patch, column, scales);
+  }
   if (misfit) report(a.options.findings, NVTE_EP_FINDING_EXPERT_SCALE);
+}
+
+template <typename Format>
+__global__ void __launch_bounds__(kThreads, 4) receive_rows(const ReceiveArguments a) {
+  const int64_t band = blockIdx.x / (kCopyBlocks + 1);
+  const int member = static_cast<int>(blockIdx.x % (kCopyBlocks + 1));
+  if (member == kCopyBlocks) {
+    make_scales<Format>(a, band);
+  } else if (a.payload != nullptr) {
+    copy_payload(a, band * kScaleTileRows + member * kCopyRows);
+  }
 }
 
 }  // namespace
 
 Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexView& rows_per_expert,
-                             const OperandView& operand, const CodecOptions& options, const LaunchContext& context) {
+                             const OperandView& operand, const CodecOptions& options,
+                             const LaunchContext& context) {
   const OperandShape& shape = operand.shape;
   if (!rows.packed || alignment_of(rows.payload, rows.payload_stride) < 16) {
     return invalid_argument("rows: expected packed rows at multiples of 16 bytes");
@@ -239,7 +249,14 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
   const int64_t available = std::min(shape.capacity, rows.rows) / shape.alignment * shape.alignment;
   a.counts = SlabCounts{rows_per_expert, shape.num_experts, available, shape.alignment};
   a.options = options;
-  a.column_groups = static_cast<int>((shape.hidden + kGroupColumns - 1) / kGroupColumns);
+  const int64_t tiles = std::max<int64_t>(1, max_tiles(available, shape.alignment, shape.num_experts));
+  // Enough column groups that thread blocks come in many rounds, no more: each has to find its slab.
+  const int64_t groups =
+      !a.tiles ? 1
+               : std::max<int64_t>(1, std::min<int64_t>((shape.hidden + kTileColumns - 1) / kTileColumns,
+                                                        16 * context.sms / tiles));
+  a.group_columns = round_up((shape.hidden + groups - 1) / groups, kTileColumns);
+  a.column_groups = static_cast<int>((shape.hidden + a.group_columns - 1) / a.group_columns);
 
   if (format == NVTE_EP_FORMAT_NVFP4) {
     LaunchShape first;
@@ -248,16 +265,13 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
     first.threads = kThreads;
     NVTE_EP_TRY(launch_kernel<find_exponents>("find_exponents", context, first, a));
   }
-  const int64_t tiles = std::max<int64_t>(1, max_tiles(available, shape.alignment, shape.num_experts));
   if (a.tiles) return launch_receive_tiles(format, a, tiles, context);
-  // A block a whole band where there are plenty, so that finding the slab costs little; a patch where there are few.
-  const int patches = tiles >= 16 * static_cast<int64_t>(context.sms) ? kPatchesPerTile : 1;
   LaunchShape second;
-  second.blocks = tiles * kPatchesPerTile / patches;
   second.threads = kThreads;
+  second.blocks = tiles * (kCopyBlocks + 1);
   return format == NVTE_EP_FORMAT_NVFP4
-             ? launch_kernel<receive_rows<Nvfp4>>("receive_rows", context, second, a, patches)
-             : launch_kernel<receive_rows<Mxfp8>>("receive_rows", context, second, a, patches);
+             ? launch_kernel<receive_rows<Nvfp4>>("receive_rows", context, second, a)
+             : launch_kernel<receive_rows<Mxfp8>>("receive_rows", context, second, a);
 }
 
 }  // namespace nvte_ep

@@ -1,8 +1,9 @@
 // Tokens to rows, packed or apart, and rows apart to packed ones.
 //
-// NVFP4 needs a row's largest magnitude before its first code, so a row is held on chip: a group of warps takes a row, copies
-// of the next rows to shared memory are in flight meanwhile, and every byte of a token is read from memory once. Rows too wide
-// for that are read twice.
+// NVFP4 needs a row's largest magnitude before its first code, so a row is held in registers, by as many warps as it takes, and
+// every byte of a token is read from memory once. Thread blocks are short-lived and come in the order of the rows: that keeps
+// what the device reads and writes at one time close together, and memory is fastest then. Rows too wide to be held are read
+// twice.
 #include <type_traits>
 
 #include "backends/cuda/launch_kernel.h"
@@ -48,19 +49,19 @@ __device__ __forceinline__ void store_token_scale(const QuantizeArguments& a, in
 
 // ---- NVFP4 -----------------------------------------------------------------------------------------------------------------
 
-constexpr int kUnits = 2;      // blocks of 16 that a lane has of a row
-constexpr int kStages = 3;     // rows on the way or at work in each group of warps
+constexpr int kUnits = 2;  // blocks of 16 that a lane holds of a row
 constexpr int kMaxThreads = 512;
 constexpr int kLoneWarps = 8;  // rows of one warp each that share a thread block
 
 // Codes of a row whose largest magnitude is known. largest: FP32 bits, above infinity's if there is a NaN.
 struct RowScale {
   int k;
-  bool zero;    // zero bytes throughout
+  bool zero;  // zero bytes throughout
   bool finite;
   bool illegal;  // the tensor scale is none: the row reads as NaN
 
-  __device__ __forceinline__ RowScale(const TensorScale& tensor_scale, uint32_t largest, uint32_t largest_number)
+  __device__ __forceinline__ RowScale(const TensorScale& tensor_scale, uint32_t largest,
+                                      uint32_t largest_number)
       : k(tensor_scale.kind == Nvfp4::ScaleKind::kLive ? tensor_scale.exponent
                                                        : Nvfp4::token_exponent(bits_float(largest_number))),
         zero(largest == 0),
@@ -73,17 +74,19 @@ struct RowScale {
   }
 };
 
-__device__ __forceinline__ Philox4 row_random(const QuantizeArguments& a, int64_t row, int64_t block, uint64_t seed,
-                                              uint64_t offset) {
+__device__ __forceinline__ Philox4 row_random(const QuantizeArguments& a, int64_t row, int64_t block,
+                                              uint64_t seed, uint64_t offset) {
   const uint64_t blocks = static_cast<uint64_t>(a.rows.hidden) / Nvfp4::kBlock;
-  return random_block(seed, offset, RandomStream::kRow,
-                      (a.options.row_id_base + static_cast<uint64_t>(row)) * blocks + static_cast<uint64_t>(block));
+  return random_block(
+      seed, offset, RandomStream::kRow,
+      (a.options.row_id_base + static_cast<uint64_t>(row)) * blocks + static_cast<uint64_t>(block));
 }
 
 // One block of any row, at any alignment.
 template <typename Token, bool kStochastic>
-__device__ __forceinline__ void store_nvfp4_block(const QuantizeArguments& a, const Block16<Token>& x, int64_t row,
-                                                  int64_t block, const RowScale& scale, uint64_t seed, uint64_t offset) {
+__device__ __forceinline__ void store_nvfp4_block(const QuantizeArguments& a, const Block16<Token>& x,
+                                                  int64_t row, int64_t block, const RowScale& scale,
+                                                  uint64_t seed, uint64_t offset) {
   uint2 codes = make_uint2(0, 0);
   uint32_t b = scale.illegal ? 0x7Fu : 0u;
   if (!scale.illegal && !scale.zero) {
@@ -95,145 +98,6 @@ __device__ __forceinline__ void store_nvfp4_block(const QuantizeArguments& a, co
   }
   store8(a.rows.payload + row * a.rows.payload_stride + block * 8, codes, a.payload_alignment);
   a.rows.scales[row * a.rows.scales_stride + block] = static_cast<uint8_t>(b);
-}
-
-// A unit is 32 consecutive blocks of a row, one a lane. Its 16-byte chunks lie in shared memory in an order in which lanes
-// read them without bank conflicts: chunk c at c ^ ((c / 8) % chunks of a lane).
-template <typename Token>
-struct Unit {
-  static constexpr int kChunksPerLane = Token::kBytes;
-  static constexpr int kBytes = kWarp * kChunksPerLane * 16;
-
-  // Where a lane puts the chunks i * 32 + lane that it copies: i * 512 behind this.
-  static __device__ __forceinline__ int copy_place() {
-    return (lane_id() ^ ((lane_id() >> 3) & (kChunksPerLane - 1))) * 16;
-  }
-  // Reads the chunks of the lane's block.
-  static __device__ __forceinline__ Block16<Token> read(const uint8_t* unit) {
-    const int first = lane_id() * kChunksPerLane;
-    const int flip = (first >> 3) & (kChunksPerLane - 1);
-    Block16<Token> x;
-#pragma unroll
-    for (int i = 0; i < kChunksPerLane; ++i) {
-      const uint4 v = *reinterpret_cast<const uint4*>(unit + (first + (i ^ flip)) * 16);
-      x.word[4 * i] = v.x;
-      x.word[4 * i + 1] = v.y;
-      x.word[4 * i + 2] = v.z;
-      x.word[4 * i + 3] = v.w;
-    }
-    return x;
-  }
-};
-
-// Tokens at multiples of 16 bytes, payload at multiples of 8.
-template <typename Token, bool kStochastic>
-__global__ void __maxnreg__(kStochastic ? 80 : 64) quantize_nvfp4_rows(const QuantizeArguments a, int warps_per_row) {
-  using U = Unit<Token>;
-  extern __shared__ __align__(128) uint8_t ring[];
-  __shared__ uint32_t exchange[2][kMaxWarps];
-  const int warps = static_cast<int>(blockDim.x) / kWarp;
-  const int rows_per_block = warps / warps_per_row;
-  const int warp_in_row = warp_id() % warps_per_row;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * rows_per_block;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * rows_per_block + warp_id() / warps_per_row;
-  const int64_t count = rows_in_use(a.rows.rows, a.options);
-  const TensorScale tensor_scale = read_tensor_scale(a.options);
-  uint64_t seed = 0, offset = 0;
-  if constexpr (kStochastic) {
-    seed = static_cast<uint64_t>(a.options.rng_state[0]);
-    offset = static_cast<uint64_t>(a.options.rng_state[1]);
-  }
-
-  // The warp's units of a row are warp_in_row + u * warps_per_row. What a lane has of them is the same for every row.
-  const int blocks = static_cast<int>(a.rows.hidden / Nvfp4::kBlock);
-  const int first_block = warp_in_row * kWarp + lane_id();
-  const int block_step = warps_per_row * kWarp;
-  uint32_t copies = 0;  // bit u * chunks + i: chunk i * 32 + lane of unit u exists
-#pragma unroll
-  for (int i = 0; i < kUnits * U::kChunksPerLane; ++i) {
-    const int unit = warp_in_row + i / U::kChunksPerLane * warps_per_row;
-    const int chunk = (unit * U::kChunksPerLane + i % U::kChunksPerLane) * kWarp + lane_id();
-    copies |= (chunk < blocks * U::kChunksPerLane ? 1u : 0u) << i;
-  }
-  const uint8_t* source = a.tokens + warp_in_row * U::kBytes + lane_id() * 16;
-  uint8_t* mine = ring + warp_id() * kUnits * U::kBytes;
-  const int stage_bytes = warps * kUnits * U::kBytes;
-  const uint32_t copy_to = shared_address(mine) + U::copy_place();
-  const auto fetch_row = [&](int64_t row, int stage) {
-    if (row < count) {
-      const uint8_t* from = source + row * a.token_stride;
-      const uint32_t to = copy_to + stage * stage_bytes;
-#pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-#pragma unroll
-        for (int i = 0; i < U::kChunksPerLane; ++i) {
-          if (copies >> (u * U::kChunksPerLane + i) & 1u) copy_async16(to + u * U::kBytes + i * 512, from + i * 512);
-        }
-        from += warps_per_row * U::kBytes;
-      }
-    }
-    commit_copies();
-  };
-
-  for (int s = 0; s < kStages - 1; ++s) fetch_row(first + s * step, s);
-  int stage = 0;
-  int parity = 0;
-  for (int64_t row = first; row < count; row += step) {
-    fetch_row(row + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
-    wait_copies<kStages - 1>();
-    __syncwarp();
-    const uint8_t* tokens = mine + stage * stage_bytes;
-    uint32_t block_largest[kUnits] = {0, 0};
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      if (first_block + u * block_step < blocks) block_largest[u] = U::read(tokens + u * U::kBytes).largest();
-    }
-    const uint32_t largest =
-        block_max(max(block_largest[0], block_largest[1]), warps_per_row, exchange[parity]);
-    parity ^= 1;
-    uint32_t number = largest;
-    if (largest > 0x7F800000u) {  // NaNs: the row's scale comes from the others
-      number = 0;
-#pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-        if (first_block + u * block_step < blocks) {
-          const uint32_t m = U::read(tokens + u * U::kBytes).largest_number();
-          number = max(number, m > 0x7F800000u ? 0u : m);
-        }
-      }
-      number = block_max(number, warps_per_row, exchange[parity]);
-      parity ^= 1;
-    }
-    const RowScale scale(tensor_scale, largest, number);
-    if (scale.finite && !scale.zero && !scale.illegal) {
-      const SecondLevel second(scale.k, a.options.scale_up);
-      uint8_t* payload = a.rows.payload + row * a.rows.payload_stride + first_block * 8;
-      uint8_t* scales = a.rows.scales + row * a.rows.scales_stride + first_block;
-#pragma unroll 1  // one block at a time: registers decide how many rows a multiprocessor works on
-      for (int u = 0; u < kUnits; ++u) {
-        if (first_block + u * block_step >= blocks) break;
-        const Block16<Token> x = U::read(tokens + u * U::kBytes);
-        Philox4 random;
-        if constexpr (kStochastic) random = row_random(a, row, first_block + u * block_step, seed, offset);
-        uint32_t b;
-        const uint2 codes = encode_nvfp4_block<Token, kStochastic>(
-            x, bits_float(u == 0 ? block_largest[0] : block_largest[1]), true, second, random.word, &b);
-        *reinterpret_cast<uint2*>(payload + u * block_step * 8) = codes;
-        scales[u * block_step] = static_cast<uint8_t>(b);
-      }
-    } else {
-#pragma unroll 1
-      for (int u = 0; u < kUnits; ++u) {
-        const int block = first_block + u * block_step;
-        if (block >= blocks) break;
-        store_nvfp4_block<Token, kStochastic>(a, U::read(tokens + u * U::kBytes), row, block, scale, seed, offset);
-      }
-    }
-    if (warp_in_row == 0) store_token_scale(a, row, scale.token_scale(tensor_scale, a.options.saturate));
-    __syncwarp();  // the stage is read: the next fetch may fill it
-    stage = stage == kStages - 1 ? 0 : stage + 1;
-  }
-  wait_copies<0>();
 }
 
 template <typename Token>
@@ -248,6 +112,87 @@ __device__ __forceinline__ Block16<Token> load_block(const uint8_t* from, int al
     x.word[4 * i + 3] = v.w;
   }
   return x;
+}
+
+// Registers decide how many rows a multiprocessor works on.
+template <typename Token, bool kStochastic>
+constexpr int kRowRegisters =
+    kStochastic || Token::kBytes == 4 ? 72 : (std::is_same_v<Token, Bf16Token> ? 56 : 64);
+
+// Tokens at multiples of 16 bytes, payload at multiples of 8.
+template <typename Token, bool kStochastic>
+__global__ void __maxnreg__((kRowRegisters<Token, kStochastic>))
+    quantize_nvfp4_rows(const QuantizeArguments a, int warps_per_row) {
+  __shared__ uint32_t exchange[2][kMaxWarps];
+  const int rows_per_block = static_cast<int>(blockDim.x) / kWarp / warps_per_row;
+  const int warp_in_row = warp_id() % warps_per_row;
+  const int64_t count = rows_in_use(a.rows.rows, a.options);
+  const TensorScale tensor_scale = read_tensor_scale(a.options);
+  uint64_t seed = 0, offset = 0;
+  if constexpr (kStochastic) {
+    seed = static_cast<uint64_t>(a.options.rng_state[0]);
+    offset = static_cast<uint64_t>(a.options.rng_state[1]);
+  }
+  const int blocks = static_cast<int>(a.rows.hidden / Nvfp4::kBlock);
+  const int first_block = warp_in_row * kWarp + lane_id();  // and block_step further on
+  const int block_step = warps_per_row * kWarp;
+
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + warp_id() / warps_per_row;
+       row < count; row += static_cast<int64_t>(gridDim.x) * rows_per_block) {
+    const uint8_t* tokens = a.tokens + row * a.token_stride + first_block * (16 * Token::kBytes);
+    Block16<Token> x[kUnits];
+    uint32_t block_largest[kUnits];
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (first_block + u * block_step < blocks) {
+        x[u] = load_block<Token>(tokens + u * block_step * (16 * Token::kBytes), 16);
+      } else {
+        x[u] = Block16<Token>{};
+      }
+    }
+    uint32_t largest = 0;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      block_largest[u] = x[u].largest();
+      largest = max(largest, block_largest[u]);
+    }
+    largest = block_max(largest, warps_per_row, exchange[0]);
+    uint32_t number = largest;
+    if (largest > 0x7F800000u) {  // NaNs: the row's scale comes from the others
+      number = 0;
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        const uint32_t m = x[u].largest_number();
+        number = max(number, m > 0x7F800000u ? 0u : m);
+      }
+      number = block_max(number, warps_per_row, exchange[1]);
+    }
+    const RowScale scale(tensor_scale, largest, number);
+    if (scale.finite && !scale.zero && !scale.illegal) {
+      const SecondLevel second(scale.k, a.options.scale_up);
+      uint8_t* payload = a.rows.payload + row * a.rows.payload_stride + first_block * 8;
+      uint8_t* scales = a.rows.scales + row * a.rows.scales_stride + first_block;
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        if (first_block + u * block_step >= blocks) break;
+        Philox4 random;
+        if constexpr (kStochastic) random = row_random(a, row, first_block + u * block_step, seed, offset);
+        uint32_t b;
+        const uint2 codes = encode_nvfp4_block<Token, kStochastic>(x[u], bits_float(block_largest[u]), true,
+                                                                   second, random.word, &b);
+        *reinterpret_cast<uint2*>(payload + u * block_step * 8) = codes;
+        scales[u * block_step] = static_cast<uint8_t>(b);
+      }
+    } else {
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        const int block = first_block + u * block_step;
+        if (block < blocks) store_nvfp4_block<Token, kStochastic>(a, x[u], row, block, scale, seed, offset);
+      }
+    }
+    if (warp_in_row == 0) store_token_scale(a, row, scale.token_scale(tensor_scale, a.options.saturate));
+    if (warps_per_row > 1) __syncthreads();  // before the next row's exchange
+  }
 }
 
 // A thread block a row, read twice, at any alignment.
@@ -298,14 +243,17 @@ __device__ __forceinline__ uint4 encode_mxfp8_half(const Block16<Token>& x, uint
   uint32_t codes[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    codes[i] = floats_to_e4m3x2(mul_rn(x.value(4 * i), multiplier), mul_rn(x.value(4 * i + 1), multiplier)) |
-               (floats_to_e4m3x2(mul_rn(x.value(4 * i + 2), multiplier), mul_rn(x.value(4 * i + 3), multiplier)) << 16);
+    codes[i] =
+        floats_to_e4m3x2(mul_rn(x.value(4 * i), multiplier), mul_rn(x.value(4 * i + 1), multiplier)) |
+        (floats_to_e4m3x2(mul_rn(x.value(4 * i + 2), multiplier), mul_rn(x.value(4 * i + 3), multiplier))
+         << 16);
   }
   return make_uint4(codes[0], codes[1], codes[2], codes[3]);
 }
 
 template <typename Token, bool kAligned>
-__global__ void __launch_bounds__(256, 4) quantize_mxfp8_rows(const QuantizeArguments a, const RowThreads threads) {
+__global__ void __launch_bounds__(256, 4)
+    quantize_mxfp8_rows(const QuantizeArguments a, const RowThreads threads) {
   constexpr int kInFlight = 2;
   const int token_alignment = kAligned ? 16 : a.token_alignment;
   const int payload_alignment = kAligned ? 16 : a.payload_alignment;
@@ -349,7 +297,8 @@ __global__ void __launch_bounds__(256, 4) quantize_mxfp8_rows(const QuantizeArgu
 
 // Eight elements a thread; BF16 tokens keep their bytes, NaN payloads too.
 template <typename Token>
-__global__ void __launch_bounds__(256, 4) quantize_bf16_rows(const QuantizeArguments a, const RowThreads threads) {
+__global__ void __launch_bounds__(256, 4)
+    quantize_bf16_rows(const QuantizeArguments a, const RowThreads threads) {
   const int64_t count = rows_in_use(a.rows.rows, a.options);
   const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
   const int first_chunk = static_cast<int>(threadIdx.x) % threads.threads_per_row;
@@ -412,7 +361,8 @@ __global__ void __launch_bounds__(256, 4) assemble_rows(const AssembleArguments 
         if (tensor_scale.kind == Nvfp4::ScaleKind::kZero) {
           bits = *reinterpret_cast<const uint32_t*>(a.apart.token_scales + row * a.apart.token_scale_stride);
         } else {
-          bits = tensor_scale.kind == Nvfp4::ScaleKind::kLive ? float_bits(exp2_int(tensor_scale.exponent)) : kNanBits;
+          bits = tensor_scale.kind == Nvfp4::ScaleKind::kLive ? float_bits(exp2_int(tensor_scale.exponent))
+                                                              : kNanBits;
         }
       }
       store_row_tail(a.layout, to, bits);
@@ -430,15 +380,12 @@ Status launch_nvfp4(const QuantizeArguments& a, const LaunchContext& context) {
   if (warps_per_row * kWarp > kMaxThreads || a.token_alignment < 16 || a.payload_alignment < 8) {
     shape.threads = static_cast<int>(std::min<int64_t>(kMaxThreads, round_up(blocks, kWarp)));
     shape.blocks = a.rows.rows;
-    return launch_kernel<quantize_nvfp4_wide_rows<Token, kStochastic>>("quantize_nvfp4_wide_rows", context, shape, a);
+    return launch_kernel<quantize_nvfp4_wide_rows<Token, kStochastic>>("quantize_nvfp4_wide_rows", context,
+                                                                       shape, a);
   }
   const int64_t rows_per_block = warps_per_row == 1 ? kLoneWarps : 1;
   shape.threads = static_cast<int>(warps_per_row * rows_per_block * kWarp);
-  shape.shared_bytes = static_cast<int>(warps_per_row * rows_per_block) * kStages * kUnits * Unit<Token>::kBytes;
-  int registers;
-  NVTE_EP_TRY((prepare_kernel<quantize_nvfp4_rows<Token, kStochastic>>(context, &registers)));
-  shape.blocks = std::min((a.rows.rows + rows_per_block - 1) / rows_per_block,
-                          resident_blocks(context, shape, registers));
+  shape.blocks = (a.rows.rows + rows_per_block - 1) / rows_per_block;
   return launch_kernel<quantize_nvfp4_rows<Token, kStochastic>>("quantize_nvfp4_rows", context, shape, a,
                                                                 static_cast<int>(warps_per_row));
 }
@@ -447,13 +394,16 @@ template <typename Token>
 Status launch_tokens(int32_t format, const QuantizeArguments& a, const LaunchContext& context) {
   switch (format) {
     case NVTE_EP_FORMAT_NVFP4:
-      return a.options.stochastic ? launch_nvfp4<Token, true>(a, context) : launch_nvfp4<Token, false>(a, context);
+      return a.options.stochastic ? launch_nvfp4<Token, true>(a, context)
+                                  : launch_nvfp4<Token, false>(a, context);
     case NVTE_EP_FORMAT_MXFP8: {
       const RowThreads threads = row_threads(a.rows.hidden / 16);
       const LaunchShape shape = row_launch(threads, a.rows.rows);
       return a.token_alignment >= 16 && a.payload_alignment >= 16
-                 ? launch_kernel<quantize_mxfp8_rows<Token, true>>("quantize_mxfp8_rows", context, shape, a, threads)
-                 : launch_kernel<quantize_mxfp8_rows<Token, false>>("quantize_mxfp8_rows", context, shape, a, threads);
+                 ? launch_kernel<quantize_mxfp8_rows<Token, true>>("quantize_mxfp8_rows", context, shape, a,
+                                                                   threads)
+                 : launch_kernel<quantize_mxfp8_rows<Token, false>>("quantize_mxfp8_rows", context, shape, a,
+                                                                    threads);
     }
     default: {
       const RowThreads threads = row_threads(a.rows.hidden / 8);
@@ -465,8 +415,8 @@ Status launch_tokens(int32_t format, const QuantizeArguments& a, const LaunchCon
 
 }  // namespace
 
-Status launch_quantize(int32_t format, const TensorView& tokens, const RowsView& rows, const CodecOptions& options,
-                       const LaunchContext& context) {
+Status launch_quantize(int32_t format, const TensorView& tokens, const RowsView& rows,
+                       const CodecOptions& options, const LaunchContext& context) {
   QuantizeArguments a{};
   a.tokens = static_cast<const uint8_t*>(tokens.data);
   a.token_stride = tokens.stride * dtype_bytes(tokens.dtype);
@@ -485,18 +435,19 @@ Status launch_quantize(int32_t format, const TensorView& tokens, const RowsView&
   }
 }
 
-Status launch_assemble(int32_t format, const RowsView& apart, const RowsView& packed, const CodecOptions& options,
-                       const LaunchContext& context) {
+Status launch_assemble(int32_t format, const RowsView& apart, const RowsView& packed,
+                       const CodecOptions& options, const LaunchContext& context) {
   AssembleArguments a{};
   a.apart = apart;
   a.packed = packed;
   a.layout = row_layout(*find_format(format), apart.hidden);
   a.options = options;
   if (format != NVTE_EP_FORMAT_NVFP4) a.options.tensor_scale = nullptr;
-  a.payload_alignment = alignment_of(apart.payload, apart.payload_stride, reinterpret_cast<int64_t>(packed.payload),
-                                     packed.payload_stride);
-  a.scales_alignment = alignment_of(apart.scales, apart.scales_stride, reinterpret_cast<int64_t>(packed.payload),
-                                    packed.payload_stride, a.layout.payload_bytes);
+  a.payload_alignment = alignment_of(apart.payload, apart.payload_stride,
+                                     reinterpret_cast<int64_t>(packed.payload), packed.payload_stride);
+  a.scales_alignment =
+      alignment_of(apart.scales, apart.scales_stride, reinterpret_cast<int64_t>(packed.payload),
+                   packed.payload_stride, a.layout.payload_bytes);
   LaunchShape shape;
   shape.blocks = apart.rows;
   shape.threads = 256;

@@ -8,7 +8,7 @@ namespace {
 
 using namespace nvte_ep::device;  // NOLINT
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;  // a warp a patch
 
 struct SwizzleArguments {
   uint8_t* scales;
@@ -19,37 +19,34 @@ struct SwizzleArguments {
   SlabCounts counts;
 };
 
-// A thread block a band of 128 rows; its warps share the band's patches.
+// A thread block 128 rows by 64 columns. Blocks come in the order of the memory.
 template <bool kInverse>
-__global__ void __launch_bounds__(kThreads, 3) swizzle_scales(const SwizzleArguments a) {
-  const Slab slab = find_slab_of_tile<kThreads>(a.counts, nullptr, blockIdx.x);
+__global__ void __launch_bounds__(kThreads, 8) swizzle_scales(const SwizzleArguments a) {
+  const int64_t pieces = (a.columns + kPatchColumns - 1) / kPatchColumns;
+  const int64_t tile = blockIdx.x / pieces;
+  const Slab slab = find_slab_of_tile<kThreads>(a.counts, nullptr, tile);
   if (slab.expert < 0) return;
-  const int64_t tile_columns = (a.columns + 3) / 4;
-  const int64_t band = blockIdx.x - slab.first_tile;
-  uint8_t* tiles = a.tiles + static_cast<int64_t>(blockIdx.x) * tile_columns * kTileBytes;
-  const int64_t first_row = slab.first_row + band * kScaleTileRows;
-  const int64_t rows = slab.rows - band * kScaleTileRows;
-  const int64_t patches = (a.columns + kPatchColumns - 1) / kPatchColumns * kPatchesPerTile;
-#pragma unroll 2
-  for (int64_t i = warp_id(); i < patches; i += kThreads / kWarp) {
-    const int patch = static_cast<int>(i % kPatchesPerTile);
-    const int64_t column = patch_column(i / kPatchesPerTile * kPatchColumns);
-    if (column >= a.columns) continue;
-    const int bytes = static_cast<int>(a.columns - column < 16 ? a.columns - column : 16);
-    PatchScales scales;
-    if constexpr (kInverse) scales = load_patch(tiles, a.columns, patch, column);
+  uint8_t* tiles = a.tiles + tile * ((a.columns + 3) / 4) * kTileBytes;
+  const int64_t done = (tile - slab.first_tile) * kScaleTileRows;
+  const int64_t left = slab.rows - done;
+  const int rows = static_cast<int>(left < kScaleTileRows ? left : kScaleTileRows);
+  const int patch = warp_id();
+  const int64_t column = patch_column(blockIdx.x % pieces * kPatchColumns);
+  if (column >= a.columns) return;
+  const int bytes = static_cast<int>(a.columns - column < 16 ? a.columns - column : 16);
+  uint8_t* at = a.scales + (slab.first_row + done + patch_row(patch)) * a.stride + column;
+  PatchScales scales;
+  if constexpr (kInverse) scales = load_patch(tiles, a.columns, patch, column);
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      const int64_t row = 32 * q + patch_row(patch);
-      uint8_t* at = a.scales + (first_row + row) * a.stride + column;
-      if constexpr (kInverse) {
-        if (row < rows) store16(at, scales.row[q], a.alignment, bytes);
-      } else {
-        scales.row[q] = row < rows ? load16(at, a.alignment, bytes) : make_uint4(0, 0, 0, 0);
-      }
+  for (int q = 0; q < 4; ++q) {
+    const bool there = 32 * q + patch_row(patch) < rows;
+    if constexpr (kInverse) {
+      if (there) store16(at + 32 * q * a.stride, scales.row[q], a.alignment, bytes);
+    } else {
+      scales.row[q] = there ? load16(at + 32 * q * a.stride, a.alignment, bytes) : make_uint4(0, 0, 0, 0);
     }
-    if constexpr (!kInverse) store_patch(tiles, a.columns, patch, column, scales);
   }
+  if constexpr (!kInverse) store_patch(tiles, a.columns, patch, column, scales);
 }
 
 }  // namespace
@@ -64,7 +61,8 @@ Status launch_swizzle(const TensorView& scales, const IndexView& rows_per_expert
   a.tiles = swizzled;
   a.counts = SlabCounts{rows_per_expert, rows_per_expert.data == nullptr ? 1 : num_experts, scales.rows(), 1};
   LaunchShape shape;
-  shape.blocks = max_tiles(scales.rows(), 1, a.counts.num_experts);
+  shape.blocks =
+      max_tiles(scales.rows(), 1, a.counts.num_experts) * ((a.columns + kPatchColumns - 1) / kPatchColumns);
   shape.threads = kThreads;
   if (shape.blocks == 0) return Status();
   return inverse ? launch_kernel<swizzle_scales<true>>("unswizzle_scales", context, shape, a)
