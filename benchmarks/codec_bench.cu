@@ -1,10 +1,12 @@
-// Times every codec of the CUDA backend beside a device copy, and checks the timed buffers against the host backend.
+// Times every codec of the CUDA backend beside a device copy, and checks the timed buffers against the host
+// backend.
 //
 //   codec_bench [--json FILE] [--markdown FILE] [--hidden H] [--rows N,N,...] [--only NAME] [--repeats N]
 //
-// Bytes are the fewest that must move: every input read once, every output written once. The rate to reach is that of a device
-// copy in the same run: the better of cudaMemcpyAsync and a plain kernel, at 1 GB or more. Buffers rotate, so that what is
-// read comes from memory as soon as one set is larger than the L2 cache; smaller sizes are marked.
+// Bytes are the fewest that must move: every input read once, every output written once. The rate to reach is
+// that of a device copy in the same run: the better of cudaMemcpyAsync and a plain kernel, at 1 GB or more.
+// Buffers rotate, so that what is read comes from memory as soon as one set is larger than the L2 cache;
+// smaller sizes are marked.
 #include <cuda_runtime.h>
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// E2M1 codes, eight at a time in one word (element i in nibble i): the bytes of formats/numerics.h with few instructions.
+// E2M1 codes, eight at a time in one word (element i in nibble i): the bytes of formats/numerics.h with few
+// instructions.
 #ifndef NVTE_EP_DEVICE_E2M1_CUH_
 #define NVTE_EP_DEVICE_E2M1_CUH_
 
@@ -10,7 +11,8 @@
 #include "device/e4m3.cuh"
 #include "formats/numerics.h"
 
-// The sm_100 family converts to E2M1 in hardware: nearest even, saturating at 6, NaN to +6, the sign of zero kept.
+// The sm_100 family converts to E2M1 in hardware: nearest even, saturating at 6, NaN to +6, the sign of zero
+// kept.
 #if defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
 #if __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000 && __CUDA_ARCH_FAMILY_SPECIFIC__ < 1100
 #define NVTE_EP_HARDWARE_E2M1 1
@@ -42,10 +44,11 @@ __device__ __forceinline__ uint32_t floats_to_e2m1x8(const float* y) {
 }
 #endif
 
-// Any FP32 number times the multiplier, where the products are below 7. A number reaches the E2M1 grid by adding and
-// subtracting 1.5 * 2^22 * p, where p is its power of two, at least 1: the sum's last place is the grid's step there, so the
-// addition rounds to nearest even, once. On the grid a number is exact in E4M3, and scaled by 2^-6 its E4M3 code is (sign, 0,
-// 0, the E2M1 code's three bits, 0, 0): the hardware conversion packs it.
+// Any FP32 number times the multiplier, where the products are below 7. A number reaches the E2M1 grid by
+// adding and subtracting 1.5 * 2^22 * p, where p is its power of two, at least 1: the sum's last place is the
+// grid's step there, so the addition rounds to nearest even, once. On the grid a number is exact in E4M3, and
+// scaled by 2^-6 its E4M3 code is (sign, 0, 0, the E2M1 code's three bits, 0, 0): the hardware conversion
+// packs it.
 constexpr float kGridScale = 0.015625f;  // 2^-6
 __device__ __forceinline__ float to_grid(float y) {
   const float p = fmaxf(bits_float(float_bits(y) & 0x7F800000u), kGridScale);
@@ -70,14 +73,15 @@ __device__ __forceinline__ uint32_t encode_e2m1x8(const float* x, float multipli
 #endif
 }
 
-// The same for BF16 numbers, two at a time in FP16. Scaled by 2^-14, codes 0 and 1 are FP16's subnormal numbers, and the top
-// bits of a number, rounded to one mantissa bit, are its code.
+// The same for BF16 numbers, two at a time in FP16. Scaled by 2^-14, codes 0 and 1 are FP16's subnormal
+// numbers, and the top bits of a number, rounded to one mantissa bit, are its code.
 //
-// Why FP16 decides right: a BF16 number has 8 significant bits and a block scale 4, so a product that is not halfway between
-// two codes is at least 2^-9 away from there, relatively, and 2^-10 absolutely: more than FP16 rounds by. The FP32 product of
-// the definition is exactly halfway where the quotient is, but for one significand of the scale: with 1.875 it comes out a last
-// place above at 1.25, 2.5 and 5, and is rounded up. Nudging the multiplier by 0.9 * 2^-11 does the same to those three and,
-// staying below half of FP16's last place at the others, to no other. tests/cuda goes through all cases.
+// Why FP16 decides right: a BF16 number has 8 significant bits and a block scale 4, so a product that is not
+// halfway between two codes is at least 2^-9 away from there, relatively, and 2^-10 absolutely: more than
+// FP16 rounds by. The FP32 product of the definition is exactly halfway where the quotient is, but for one
+// significand of the scale: with 1.875 it comes out a last place above at 1.25, 2.5 and 5, and is rounded up.
+// Nudging the multiplier by 0.9 * 2^-11 does the same to those three and, staying below half of FP16's last
+// place at the others, to no other. tests/cuda goes through all cases.
 __device__ __forceinline__ float bf16_multiplier(float multiplier, uint32_t scale_code) {
   constexpr float kScale = 6.103515625e-5f;  // 2^-14
   const bool nudge = (scale_code & 7u) == 7u && scale_code > 7u;
@@ -107,10 +111,11 @@ __device__ __forceinline__ uint32_t encode_bf16_e2m1x8(const uint32_t* x, float 
 
 // Stochastic rounding of x[i] * multiplier; the products are below 7.
 //
-// Scaled by 2^-126, codes 0 and 1 are FP32's subnormal numbers and the bits of a number, cut to one mantissa bit, are its code.
-// kFewBits: x has at most 11 significant bits (BF16, FP16). Then the random byte is added to the bits, below the place of the
-// code, and carries into it exactly as the definition's addition does; a sum that FP32 rounds up to the next code would need a
-// number with more bits. Otherwise the addition is the definition's: a + (r / 512) * p, p the power of two of a, at least 1.
+// Scaled by 2^-126, codes 0 and 1 are FP32's subnormal numbers and the bits of a number, cut to one mantissa
+// bit, are its code. kFewBits: x has at most 11 significant bits (BF16, FP16). Then the random byte is added
+// to the bits, below the place of the code, and carries into it exactly as the definition's addition does; a
+// sum that FP32 rounds up to the next code would need a number with more bits. Otherwise the addition is the
+// definition's: a + (r / 512) * p, p the power of two of a, at least 1.
 template <bool kFewBits>
 __device__ __forceinline__ uint32_t encode_e2m1x8_stochastic(const float* x, float multiplier,
                                                              const uint32_t* random) {
@@ -158,7 +163,7 @@ __device__ __forceinline__ uint32_t encode_e2m1_any(const float* x, float multip
   return word;
 }
 
-// ---- decoding -----------------------------------------------------------------------------------------------------------
+// ---- decoding ---------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ __nv_bfloat162 bf162_of(uint32_t u) {
   return *reinterpret_cast<const __nv_bfloat162*>(&u);
@@ -167,8 +172,9 @@ __device__ __forceinline__ uint32_t bits_of(__nv_bfloat162 b) {
   return *reinterpret_cast<const uint32_t*>(&b);
 }
 
-// Codes in the upper byte of each half (the other bytes do not matter), those in its high or low nibbles, to BF16 values times
-// 2^-126: exponent and mantissa go below BF16's lowest exponent bits, codes 0 and 1 become subnormal numbers.
+// Codes in the upper byte of each half (the other bytes do not matter), those in its high or low nibbles, to
+// BF16 values times 2^-126: exponent and mantissa go below BF16's lowest exponent bits, codes 0 and 1 become
+// subnormal numbers.
 __device__ __forceinline__ uint32_t tiny_of_high(uint32_t w) {
   return (w & 0x80008000u) | ((w >> 6) & 0x01C001C0u);
 }

@@ -1,5 +1,5 @@
-// Hardware conversions of E4M3 (sm_89 and later), two at a time. They give the bytes of formats/numerics.h: nearest even,
-// saturating at 448, NaN to 0x7F.
+// Hardware conversions of E4M3 (sm_89 and later), two at a time. They give the bytes of formats/numerics.h:
+// nearest even, saturating at 448, NaN to 0x7F.
 #ifndef NVTE_EP_DEVICE_E4M3_CUH_
 #define NVTE_EP_DEVICE_E4M3_CUH_
 
@@ -42,8 +42,8 @@ __device__ __forceinline__ uint32_t fast_float_to_e4m3(float x, bool up) {
   return up && code < 0x7Eu && fast_e4m3_to_float(code) < x ? code + 1 : code;
 }
 
-// Four codes (signs dropped) times 2^-shift, 0 <= shift <= 24, each rounded once: a product that FP16 rounds is below
-// 2^-14, and becomes 0 either way.
+// Four codes (signs dropped) times 2^-shift, 0 <= shift <= 24, each rounded once: a product that FP16 rounds
+// is below 2^-14, and becomes 0 either way.
 __device__ __forceinline__ uint32_t e4m3x4_scale_down(uint32_t codes, uint32_t two_to_minus_shift) {
   codes &= 0x7F7F7F7Fu;
   const __half2 factor = half2_of(two_to_minus_shift);

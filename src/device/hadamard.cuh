@@ -1,4 +1,5 @@
-// hadamard16 of formats/numerics.h for inputs that are an exact product: value[i] * unit[i], the quarter already in the unit.
+// hadamard16 of formats/numerics.h for inputs that are an exact product: value[i] * unit[i], the quarter
+// already in the unit.
 #ifndef NVTE_EP_DEVICE_HADAMARD_CUH_
 #define NVTE_EP_DEVICE_HADAMARD_CUH_
 
@@ -11,8 +12,9 @@
 
 namespace nvte_ep::device {
 
-// The products are exact, so the first butterflies are fused multiply-adds of one rounding, as the definition's additions are;
-// a power of two as a factor changes no rounding. Adding +0 in BF16 turns -0 into +0. A NaN reaches all 16 results.
+// The products are exact, so the first butterflies are fused multiply-adds of one rounding, as the
+// definition's additions are; a power of two as a factor changes no rounding. Adding +0 in BF16 turns -0 into
+// +0. A NaN reaches all 16 results.
 __device__ __forceinline__ Block16<Bf16Token> hadamard16_of_products(const float* value, const float* unit) {
   float v[16];
 #pragma unroll
@@ -42,14 +44,16 @@ __device__ __forceinline__ Block16<Bf16Token> hadamard16_of_products(const float
   return y;
 }
 
-// ---- on the tensor cores --------------------------------------------------------------------------------------------------
+// ---- on the tensor cores ----------------------------------------------------------------------------------
 //
-// Sixteen tokens by sixteen columns at a time: D = A B, with A [column, token] the values and B [token, result] the signs. A
-// tensor core aligns the products to the largest and adds them with at least FP32's 24 bits. Where every term is a multiple of
-// 2^q and the sum of the magnitudes stays below 2^(q + 23), nothing is cut off, the sum is exact, and so is every sum of the
-// definition's butterflies: the results are the same bits. Callers see to that.
+// Sixteen tokens by sixteen columns at a time: D = A B, with A [column, token] the values and B [token,
+// result] the signs. A tensor core aligns the products to the largest and adds them with at least FP32's 24
+// bits. Where every term is a multiple of 2^q and the sum of the magnitudes stays below 2^(q + 23), nothing
+// is cut off, the sum is exact, and so is every sum of the definition's butterflies: the results are the same
+// bits. Callers see to that.
 
-// B of one lane: output 4 * (n / 2) + n % 2 of tile 0 and two more of tile 1, so that a lane gets four outputs in a row.
+// B of one lane: output 4 * (n / 2) + n % 2 of tile 0 and two more of tile 1, so that a lane gets four
+// outputs in a row.
 struct HadamardSigns {
   uint32_t tile[2][2];
 

@@ -1,5 +1,5 @@
-// Moving bytes: 16 at a time where the addresses allow it, smaller pieces where they do not, and asynchronously to shared
-// memory.
+// Moving bytes: 16 at a time where the addresses allow it, smaller pieces where they do not, and
+// asynchronously to shared memory.
 #ifndef NVTE_EP_DEVICE_MEMORY_CUH_
 #define NVTE_EP_DEVICE_MEMORY_CUH_
 
@@ -16,16 +16,8 @@ inline int alignment_of(const void* base, Strides... strides) {
   return static_cast<int>(bits & (~bits + 1));
 }
 
-// Words that are read once: they need not stay in the caches.
-__device__ __forceinline__ uint4 load_once(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-
-// bytes of 16 (0 to 16, a multiple of alignment or of 1 byte) between memory of which alignment is known; the rest is zero.
+// bytes of 16 (0 to 16, a multiple of alignment or of 1 byte) between memory of which alignment is known; the
+// rest is zero.
 __device__ __forceinline__ uint4 load16(const void* from, int alignment, int bytes = 16) {
   uint4 v = make_uint4(0, 0, 0, 0);
   if (alignment >= 16 && bytes == 16) {

@@ -9,16 +9,16 @@
 
 namespace nvte_ep::device {
 
-// 1 / x to nearest, for a positive E4M3 number x: the approximation is within one last place, one step of Newton's method
-// rounds it right.
+// 1 / x to nearest, for a positive E4M3 number x: the approximation is within one last place, one step of
+// Newton's method rounds it right.
 __device__ __forceinline__ float reciprocal_of_e4m3(float x) {
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return __fmaf_rn(__fmaf_rn(-x, r, 1.0f), r, r);
 }
 
-// Products up to here are encoded by the fast functions: those of a block whose scale is neither 0 nor cut off are below
-// 6 * (1 + 1/16), and 7 would be a tie with what E2M1 does not have.
+// Products up to here are encoded by the fast functions: those of a block whose scale is neither 0 nor cut
+// off are below 6 * (1 + 1/16), and 7 would be a tie with what E2M1 does not have.
 constexpr float kFastLimit = 6.5f;
 
 // A second-level scale 2^k as the block encoder needs it.
@@ -40,8 +40,8 @@ struct SecondLevel {
   }
 };
 
-// amax: the largest magnitude that is not NaN (NaN if all are). finite: there is neither NaN nor infinity among x.
-// random: the 16 bytes of the block's draw, for kStochastic.
+// amax: the largest magnitude that is not NaN (NaN if all are). finite: there is neither NaN nor infinity
+// among x. random: the 16 bytes of the block's draw, for kStochastic.
 template <typename Token, bool kStochastic>
 __device__ __forceinline__ uint2 encode_nvfp4_block(const Block16<Token>& x, float amax, bool finite,
                                                     const SecondLevel& second, const uint32_t* random,

@@ -1,7 +1,8 @@
 // Scale tiles: 128 rows x 4 columns in 512 bytes, row r at (r % 32) * 16 + (r / 32) * 4.
 //
-// The unit of work is a patch of 8 x 4 rows (8u + r + 32q for r < 8, q < 4) by 64 columns, one warp: a lane holds 16 columns of
-// the four rows of one r, which are 16 bytes of each of four tiles. Reads are 64 bytes of a row, writes 128 bytes of a tile.
+// The unit of work is a patch of 8 x 4 rows (8u + r + 32q for r < 8, q < 4) by 64 columns, one warp: a lane
+// holds 16 columns of the four rows of one r, which are 16 bytes of each of four tiles. Reads are 64 bytes of
+// a row, writes 128 bytes of a tile.
 #ifndef NVTE_EP_DEVICE_SCALE_TILES_CUH_
 #define NVTE_EP_DEVICE_SCALE_TILES_CUH_
 
@@ -29,7 +30,8 @@ __device__ __forceinline__ uint32_t word_of(const uint4& v, int j) {
   return j == 0 ? v.x : (j == 1 ? v.y : (j == 2 ? v.z : v.w));
 }
 
-// tiles: those of a band of 128 rows, one after the other. Bytes past the columns, and rows past the slab, are zero already.
+// tiles: those of a band of 128 rows, one after the other. Bytes past the columns, and rows past the slab,
+// are zero already.
 __device__ __forceinline__ void store_patch(uint8_t* tiles, int64_t columns, int patch, int64_t column,
                                             const PatchScales& scales) {
   uint8_t* at = tiles + (column / 4) * kTileBytes + patch_row(patch) * 16;

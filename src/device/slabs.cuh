@@ -31,9 +31,10 @@ __device__ __forceinline__ int64_t asked_rows(const SlabCounts& counts, int64_t 
   return bounded & ~(counts.alignment - 1);
 }
 
-// The slab for which match(expert, first tile, end tile) is true, tiles of all slabs counted through; expert -1 where there
-// is none. Slabs are clamped as on the host: a slab begins where the ones before end, and gets what is left; findings: where
-// that is reported, null but for one block of a grid. Called by a whole block of kThreads; ends with a barrier.
+// The slab for which match(expert, first tile, end tile) is true, tiles of all slabs counted through; expert
+// -1 where there is none. Slabs are clamped as on the host: a slab begins where the ones before end, and gets
+// what is left; findings: where that is reported, null but for one block of a grid. Called by a whole block
+// of kThreads; ends with a barrier.
 template <int kThreads, typename Match>
 __device__ __forceinline__ Slab find_slab(const SlabCounts& counts, int32_t* findings, const Match& match) {
   if (counts.rows_per_expert.data == nullptr) return Slab{0, 0, counts.available, 0};

@@ -1,4 +1,5 @@
-// Token elements of the three input types: sixteen of them in registers, their largest magnitude, their values.
+// Token elements of the three input types: sixteen of them in registers, their largest magnitude, their
+// values.
 #ifndef NVTE_EP_DEVICE_TOKENS_CUH_
 #define NVTE_EP_DEVICE_TOKENS_CUH_
 
@@ -100,7 +101,7 @@ struct Block16 {
   }
 };
 
-// ---- results ---------------------------------------------------------------------------------------------------------------
+// ---- results ----------------------------------------------------------------------------------------------
 
 // Two FP32 numbers to a pair of BF16 or FP16, NaN canonical as in formats/numerics.h.
 __device__ __forceinline__ uint32_t floats_to_bf16x2(float lo, float hi) {

@@ -14,15 +14,16 @@ constexpr int kMaxWarps = 32;
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
 __device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / kWarp; }
 
-// A value that is the same in all lanes, in a form of which the compiler knows that: arithmetic on it costs the lanes nothing.
+// A value that is the same in all lanes, in a form of which the compiler knows that: arithmetic on it costs
+// the lanes nothing.
 __device__ __forceinline__ uint64_t uniform(uint64_t value) {
   const uint32_t low = __reduce_or_sync(kAllLanes, static_cast<uint32_t>(value));
   const uint32_t high = __reduce_or_sync(kAllLanes, static_cast<uint32_t>(value >> 32));
   return low | (static_cast<uint64_t>(high) << 32);
 }
 
-// Largest value over the warps of a block. exchange: kMaxWarps words of shared memory of which the block makes no other use
-// until its next barrier; callers that come back at once alternate between two.
+// Largest value over the warps of a block. exchange: kMaxWarps words of shared memory of which the block
+// makes no other use until its next barrier; callers that come back at once alternate between two.
 __device__ __forceinline__ uint32_t block_max(uint32_t value, int warps, uint32_t* exchange) {
   value = __reduce_max_sync(kAllLanes, value);
   if (warps == 1) return value;

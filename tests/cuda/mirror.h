@@ -1,5 +1,5 @@
-// The same call on both backends: memory that exists twice, on the host and on the device, with guard bytes around it. Results
-// are compared byte by byte, guards and bytes that nothing should have written included.
+// The same call on both backends: memory that exists twice, on the host and on the device, with guard bytes
+// around it. Results are compared byte by byte, guards and bytes that nothing should have written included.
 #ifndef NVTE_EP_TESTS_CUDA_MIRROR_H_
 #define NVTE_EP_TESTS_CUDA_MIRROR_H_
 
@@ -129,7 +129,7 @@ class Mirror {
   void* device_ = nullptr;
 };
 
-// ---- data ------------------------------------------------------------------------------------------------------------------
+// ---- data -------------------------------------------------------------------------------------------------
 
 using Rng = std::mt19937_64;
 

@@ -6,7 +6,8 @@ namespace {
 
 constexpr int32_t kFormatIds[] = {NVTE_EP_FORMAT_BF16, NVTE_EP_FORMAT_MXFP8, NVTE_EP_FORMAT_NVFP4};
 constexpr DType kDTypes[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
-// Narrow and wide, odd counts of blocks, scale sections at odd multiples of 8, rows wider than a thread block holds.
+// Narrow and wide, odd counts of blocks, scale sections at odd multiples of 8, rows wider than a thread block
+// holds.
 constexpr int64_t kHidden[] = {16,   32,   48,   64,   96,   160,  272,   512,   1024, 1040,
                                2048, 2720, 2880, 4096, 7168, 8192, 16384, 16400, 20512};
 
@@ -213,7 +214,8 @@ TEST_F(CodecParity, AssembleFromAnyAlignment) {
   }
 }
 
-// Decoded gradients times weights: the products bit for bit; the dot products to one last place, since the sum's order differs.
+// Decoded gradients times weights: the products bit for bit; the dot products to one last place, since the
+// sum's order differs.
 TEST_F(CodecParity, WeightedRows) {
   Rng rng(6);
   for (const int32_t format : kFormatIds) {
@@ -257,10 +259,10 @@ TEST_F(CodecParity, WeightedRows) {
   }
 }
 
-// ---- every value ------------------------------------------------------------------------------------------------------------
+// ---- every value ------------------------------------------------------------------------------------------
 
-// Blocks of one given element and 15 (31) consecutive bit patterns; given elements make every significand of a block scale at
-// several distances from the row's largest.
+// Blocks of one given element and 15 (31) consecutive bit patterns; given elements make every significand of
+// a block scale at several distances from the row's largest.
 void fill_every_value(DType dtype, int32_t block, int64_t hidden, const std::vector<float>& anchors,
                       std::vector<uint8_t>* bytes, int64_t* rows) {
   std::vector<uint16_t> out;

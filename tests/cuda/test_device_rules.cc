@@ -1,5 +1,5 @@
-// What a per-step call promises on a device: it can be captured, reads its state on the device, uses the tensors' device, and
-// takes more than 2^31 elements.
+// What a per-step call promises on a device: it can be captured, reads its state on the device, uses the
+// tensors' device, and takes more than 2^31 elements.
 #include "codec_calls.h"
 
 namespace nvte_ep::testing {
@@ -7,7 +7,8 @@ namespace {
 
 class DeviceRules : public CudaTest {};
 
-// A graph bakes pointers, not values: row counts, expert counts and the random state may change between replays.
+// A graph bakes pointers, not values: row counts, expert counts and the random state may change between
+// replays.
 TEST_F(DeviceRules, GraphCapture) {
   Rng rng(31);
   const int64_t rows = 384, hidden = 1024;

@@ -7,8 +7,9 @@
 
 namespace nvte_ep {
 
-// Calls enqueue one kernel (direct receive of NVFP4 two, route three) on the stream; they allocate nothing, wait for nothing, and can be
-// captured in a graph. Arrays of one entry per rank lie on the device, too. Any thread may call.
+// Calls enqueue one kernel (direct receive of NVFP4 two, route three) on the stream; they allocate nothing,
+// wait for nothing, and can be captured in a graph. Arrays of one entry per rank lie on the device, too. Any
+// thread may call.
 class CudaBackend : public Backend {
  public:
   explicit CudaBackend(const LaunchContext& device) : device_(device) {}
@@ -53,7 +54,8 @@ class CudaBackend : public Backend {
   Status download(void* to, const void* from, int64_t bytes, nvte_ep_stream_t stream) override;
 
  private:
-  // Calls function(context) while the backend's device is current; the caller's device is current again afterwards.
+  // Calls function(context) while the backend's device is current; the caller's device is current again
+  // afterwards.
   template <typename Function>
   Status on_device(nvte_ep_stream_t stream, const Function& function);
 

@@ -1,4 +1,5 @@
-// Rows, packed or apart, to tokens. A thread makes the 16 bytes of one store: 8 elements of BF16 or FP16, 4 of FP32.
+// Rows, packed or apart, to tokens. A thread makes the 16 bytes of one store: 8 elements of BF16 or FP16, 4
+// of FP32.
 #include <type_traits>
 
 #include "backends/cuda/launch_kernel.h"
@@ -54,7 +55,7 @@ __device__ __forceinline__ float row_scale(const DequantizeArguments& a, const T
   return Nvfp4::classify(scale, &exponent) == Nvfp4::ScaleKind::kNan ? bits_float(kNanBits) : scale;
 }
 
-// ---- one chunk of a row, before it is decoded, and decoded -----------------------------------------------------------------------
+// ---- one chunk of a row, before it is decoded, and decoded ------------------------------------------------
 
 template <typename Format, typename Token>
 struct Chunk;
@@ -171,7 +172,7 @@ struct Chunk<Bf16, Token> {
   }
 };
 
-// ---- kernels --------------------------------------------------------------------------------------------------------------------
+// ---- kernels ----------------------------------------------------------------------------------------------
 
 constexpr int kChunksInFlight = 4;
 
@@ -209,7 +210,8 @@ __global__ void __launch_bounds__(kRowThreads, 4)
   }
 }
 
-// The gradient of a weighted slot: a thread block a row. The dot product is summed in FP64, in the same order every time.
+// The gradient of a weighted slot: a thread block a row. The dot product is summed in FP64, in the same order
+// every time.
 template <typename Format, typename Token>
 __global__ void __launch_bounds__(kRowThreads, 4) dequantize_weighted_rows(const DequantizeArguments a) {
   __shared__ double partial[kRowThreads / kWarp];

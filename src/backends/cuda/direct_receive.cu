@@ -1,5 +1,5 @@
-// Direct receive: packed rows, ordered by expert, to the operand of a grouped GEMM. The experts' exponents first, then the
-// rowwise operand, or both operands by tiles (direct_receive_columns.cu).
+// Direct receive: packed rows, ordered by expert, to the operand of a grouped GEMM. The experts' exponents
+// first, then the rowwise operand, or both operands by tiles (receive_columns.cu).
 #include <cooperative_groups.h>
 
 #include <type_traits>
@@ -21,7 +21,7 @@ constexpr int kThreads = 256;
 constexpr int kMaxCluster = 8;
 constexpr int64_t kClusterRows = 4096;  // from here on, several thread blocks share an expert
 
-// ---- exponents ------------------------------------------------------------------------------------------------------------------
+// ---- exponents --------------------------------------------------------------------------------------------
 
 // Largest value over the blocks of a cluster.
 __device__ __forceinline__ uint32_t cluster_max(uint32_t value, uint32_t* exchange, uint32_t* shared_result) {
@@ -36,8 +36,8 @@ __device__ __forceinline__ uint32_t cluster_max(uint32_t value, uint32_t* exchan
   return value;
 }
 
-// A cluster of thread blocks an expert. Reads the expert's token scales, publishes its second-level scales, and leaves the
-// exponents where the blocks of the next kernel look for them.
+// A cluster of thread blocks an expert. Reads the expert's token scales, publishes its second-level scales,
+// and leaves the exponents where the blocks of the next kernel look for them.
 __global__ void __launch_bounds__(kThreads, 3) find_exponents(const ReceiveArguments a) {
   __shared__ uint32_t exchange[2][kMaxWarps];
   __shared__ uint32_t result[2];
@@ -118,10 +118,11 @@ __global__ void __launch_bounds__(kThreads, 3) find_exponents(const ReceiveArgum
   if (blocks > 1) cluster.sync();  // a block's shared memory outlives its readers
 }
 
-// ---- the rowwise operand ------------------------------------------------------------------------------------------------------------
+// ---- the rowwise operand ----------------------------------------------------------------------------------
 
-// Thread blocks are small and come in the order of the rows, so that what the device reads and writes at one time lies close
-// together: 16 blocks that copy the payload of 8 rows each, then one that makes the scales of a band of 128 rows.
+// Thread blocks are small and come in the order of the rows, so that what the device reads and writes at one
+// time lies close together: 16 blocks that copy the payload of 8 rows each, then one that makes the scales of
+// a band of 128 rows.
 constexpr int kCopyRows = 8;
 constexpr int kCopyBlocks = static_cast<int>(kScaleTileRows) / kCopyRows;
 

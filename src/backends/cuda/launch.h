@@ -1,5 +1,5 @@
-// What the CUDA backend calls: one function a kernel family, implemented in <family>.cu. Arguments are checked, pointers are
-// on the current device, everything is enqueued on the context's stream.
+// What the CUDA backend calls: one function a kernel family, implemented in <family>.cu. Arguments are
+// checked, pointers are on the current device, everything is enqueued on the context's stream.
 #ifndef NVTE_EP_BACKENDS_CUDA_LAUNCH_H_
 #define NVTE_EP_BACKENDS_CUDA_LAUNCH_H_
 

@@ -1,5 +1,5 @@
-// One way to launch a kernel: what it may use is asked of the runtime once per kernel and device, errors come back as Status,
-// the caller's error state is left alone.
+// One way to launch a kernel: what it may use is asked of the runtime once per kernel and device, errors come
+// back as Status, the caller's error state is left alone.
 #ifndef NVTE_EP_BACKENDS_CUDA_LAUNCH_KERNEL_H_
 #define NVTE_EP_BACKENDS_CUDA_LAUNCH_KERNEL_H_
 

@@ -1,9 +1,9 @@
 // Tokens to rows, packed or apart, and rows apart to packed ones.
 //
-// NVFP4 needs a row's largest magnitude before its first code, so a row is held in registers, by as many warps as it takes, and
-// every byte of a token is read from memory once. Thread blocks are short-lived and come in the order of the rows: that keeps
-// what the device reads and writes at one time close together, and memory is fastest then. Rows too wide to be held are read
-// twice.
+// NVFP4 needs a row's largest magnitude before its first code, so a row is held in registers, by as many
+// warps as it takes, and every byte of a token is read from memory once. Thread blocks are short-lived and
+// come in the order of the rows: that keeps what the device reads and writes at one time close together, and
+// memory is fastest then. Rows too wide to be held are read twice.
 #include <type_traits>
 
 #include "backends/cuda/launch_kernel.h"
@@ -30,7 +30,8 @@ struct QuantizeArguments {
   CodecOptions options;
 };
 
-// What follows the scales in a packed row: the token scale, if there is one, between zero bytes. One warp writes it.
+// What follows the scales in a packed row: the token scale, if there is one, between zero bytes. One warp
+// writes it.
 __device__ __forceinline__ void store_row_tail(const RowLayout& layout, uint8_t* row, uint32_t token_scale) {
   const int64_t used = layout.payload_bytes + layout.scale_bytes;
   const int64_t at = used + lane_id();
@@ -47,7 +48,7 @@ __device__ __forceinline__ void store_token_scale(const QuantizeArguments& a, in
   }
 }
 
-// ---- NVFP4 -----------------------------------------------------------------------------------------------------------------
+// ---- NVFP4 ------------------------------------------------------------------------------------------------
 
 constexpr int kUnits = 2;  // blocks of 16 that a lane holds of a row
 constexpr int kMaxThreads = 512;
@@ -229,7 +230,7 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_nvfp4_wide_rows(const Qu
   }
 }
 
-// ---- MXFP8 -----------------------------------------------------------------------------------------------------------------
+// ---- MXFP8 ------------------------------------------------------------------------------------------------
 
 // Two lanes share a block of 32 elements.
 template <typename Token>
@@ -293,7 +294,7 @@ __global__ void __launch_bounds__(256, 4)
   }
 }
 
-// ---- BF16 ------------------------------------------------------------------------------------------------------------------
+// ---- BF16 -------------------------------------------------------------------------------------------------
 
 // Eight elements a thread; BF16 tokens keep their bytes, NaN payloads too.
 template <typename Token>
@@ -327,7 +328,7 @@ __global__ void __launch_bounds__(256, 4)
   }
 }
 
-// ---- rows apart to packed rows ------------------------------------------------------------------------------------------------
+// ---- rows apart to packed rows ----------------------------------------------------------------------------
 
 struct AssembleArguments {
   RowsView apart;
@@ -370,7 +371,7 @@ __global__ void __launch_bounds__(256, 4) assemble_rows(const AssembleArguments 
   }
 }
 
-// ---- launches ----------------------------------------------------------------------------------------------------------------
+// ---- launches ---------------------------------------------------------------------------------------------
 
 template <typename Token, bool kStochastic>
 Status launch_nvfp4(const QuantizeArguments& a, const LaunchContext& context) {

@@ -1,9 +1,11 @@
-// What the direct-receive kernels share: the operand as they write it, and how they learn the experts' exponents.
+// What the direct-receive kernels share: the operand as they write it, and how they learn the experts'
+// exponents.
 //
-// A call has no memory of its own: calls may overlap on several streams and be replayed from graphs, so there is no scratch
-// that a call could own, except its results. The exponents travel there: a first kernel, which reads nothing but token scales,
-// leaves each exponent as one byte where a thread block of the second kernel will write its first scale. That block is the
-// only one to touch the place, and reads the byte before it writes anything.
+// A call has no memory of its own: calls may overlap on several streams and be replayed from graphs, so there
+// is no scratch that a call could own, except its results. The exponents travel there: a first kernel, which
+// reads nothing but token scales, leaves each exponent as one byte where a thread block of the second kernel
+// will write its first scale. That block is the only one to touch the place, and reads the byte before it
+// writes anything.
 #ifndef NVTE_EP_BACKENDS_CUDA_RECEIVE_ARGUMENTS_CUH_
 #define NVTE_EP_BACKENDS_CUDA_RECEIVE_ARGUMENTS_CUH_
 
@@ -66,7 +68,8 @@ struct ReceiveArguments {
            (h_tile * ((slab.rows / kBlock + 3) / 4) + block_tile) * device::kTileBytes;
   }
 
-  // Where the rowwise exponent travels: to the owner of a band's scales, or of the tiles of a column group of it.
+  // Where the rowwise exponent travels: to the owner of a band's scales, or of the tiles of a column group of
+  // it.
   __device__ __forceinline__ uint8_t* group_exponent(const device::Slab& slab, int64_t band,
                                                      int group) const {
     const int64_t column = group * group_columns / Nvfp4::kBlock;
@@ -87,8 +90,8 @@ struct ReceiveArguments {
   }
 };
 
-// Requantises the scales of one row to the expert's exponent, four at a time. Eight bytes, so that a tile's rows fit shared
-// memory.
+// Requantises the scales of one row to the expert's exponent, four at a time. Eight bytes, so that a tile's
+// rows fit shared memory.
 class RowRescale {
  public:
   RowRescale() = default;

@@ -1,7 +1,8 @@
-// Direct receive with the columnwise operand: tiles of 128 tokens, from which both operands are made in one pass.
+// Direct receive with the columnwise operand: tiles of 128 tokens, from which both operands are made in one
+// pass.
 //
-// A thread block works through a group of columns of one band of 128 tokens, 256 columns at a time in shared memory; the next
-// 256 are on their way meanwhile.
+// A thread block works through a group of columns of one band of 128 tokens, 256 columns at a time in shared
+// memory; the next 256 are on their way meanwhile.
 #include <type_traits>
 
 #include "backends/cuda/launch_kernel.h"
@@ -17,14 +18,12 @@ namespace {
 
 using namespace nvte_ep::device;  // NOLINT
 
-#ifndef TILE_BLOCKS
-#define TILE_BLOCKS 3
-#endif
 constexpr int kThreads = 256;
 constexpr int kBand = 128;
 
-// What a stage of shared memory holds of 256 columns: codes, scales. 16 bytes lie between rows, and 16 more between every 16
-// rows, so that threads that read the same columns of different tokens or token blocks meet few bank conflicts.
+// What a stage of shared memory holds of 256 columns: codes, scales. 16 bytes lie between rows, and 16 more
+// between every 16 rows, so that threads that read the same columns of different tokens or token blocks meet
+// few bank conflicts.
 template <typename Format>
 struct Stage {
   static constexpr int kRowBytes = kTileColumns * Format::kPayloadBits / 8;
@@ -52,8 +51,8 @@ __device__ __forceinline__ bool find_band(const ReceiveArguments& a, int64_t til
   return true;
 }
 
-// A thread's part of moving a stage: its 16-byte chunks of the rows first_row, first_row + kStep, ..., and the scales of one
-// row. Addresses advance from stage to stage.
+// A thread's part of moving a stage: its 16-byte chunks of the rows first_row, first_row + kStep, ..., and
+// the scales of one row. Addresses advance from stage to stage.
 template <typename Format>
 class Mover {
  public:
@@ -125,7 +124,8 @@ class Mover {
   int place_;
 };
 
-// Rowwise scales of a stage. A thread takes 16 bytes of a tile: four columns of the rows r, r + 32, r + 64, r + 96.
+// Rowwise scales of a stage. A thread takes 16 bytes of a tile: four columns of the rows r, r + 32, r + 64, r
+// + 96.
 template <typename Format>
 __device__ __forceinline__ void store_scales(const ReceiveArguments& a, const Band& b, int64_t column,
                                              const uint8_t* stage, const RowRescale* rescale, bool* misfit) {
@@ -161,7 +161,7 @@ __device__ __forceinline__ void store_scales(const ReceiveArguments& a, const Ba
   }
 }
 
-// ---- NVFP4 -----------------------------------------------------------------------------------------------------------------
+// ---- NVFP4 ------------------------------------------------------------------------------------------------
 
 // Units of the 16 column blocks by 128 rows, with gaps against bank conflicts.
 constexpr int kUnitStride = kBand + kBand / 16 * 4 + 8;
@@ -172,8 +172,9 @@ constexpr int kColumnCodesBytes = kTileColumns * kTokenBlocks * 8;
 constexpr uint32_t kNanCodes = 0x77777777u;
 constexpr uint8_t kNanScale = 0x7F;
 
-// What the columns of a stage become, in shared memory until whole lines can be written. Against bank conflicts, the token
-// blocks of a column are in an order that differs from 16 columns to the next, and scales have a gap after every 16 columns.
+// What the columns of a stage become, in shared memory until whole lines can be written. Against bank
+// conflicts, the token blocks of a column are in an order that differs from 16 columns to the next, and
+// scales have a gap after every 16 columns.
 struct ColumnTile {
   uint8_t* codes;   // 8 bytes a column and token block
   uint8_t* scales;  // [column][token block]
@@ -244,12 +245,12 @@ __device__ __forceinline__ void transform_columns(const uint8_t* stage, const fl
   }
 }
 
-// A warp's 16 tokens by 128 columns on the tensor cores. False, and nothing done, where a sum might not be exact: then the
-// butterflies have to do it.
+// A warp's 16 tokens by 128 columns on the tensor cores. False, and nothing done, where a sum might not be
+// exact: then the butterflies have to do it.
 //
-// Lane 4g + t has columns 16g to 16g + 15 of the tokens 2t, 2t + 1, 2t + 8, 2t + 9, and of the results outputs 4t to 4t + 3.
-// Values are scaled so that the largest unit of the 16 columns is 2^0 to 2^1: powers of two change no rounding, and BF16's
-// exponents suffice.
+// Lane 4g + t has columns 16g to 16g + 15 of the tokens 2t, 2t + 1, 2t + 8, 2t + 9, and of the results
+// outputs 4t to 4t + 3. Values are scaled so that the largest unit of the 16 columns is 2^0 to 2^1: powers of
+// two change no rounding, and BF16's exponents suffice.
 __device__ __forceinline__ bool transform_on_tensor_cores(const uint8_t* stage, const float* units,
                                                           const HadamardSigns& signs, int block, int half,
                                                           bool columns_exist, const ColumnScaling& c,
@@ -423,8 +424,7 @@ __device__ __forceinline__ void store_columnwise(const ReceiveArguments& a, cons
 }
 
 template <bool kStochastic>
-__global__ void __launch_bounds__(kThreads, kStochastic ? 2 : TILE_BLOCKS)
-    receive_tiles_nvfp4(const ReceiveArguments a) {
+__global__ void __launch_bounds__(kThreads, 2) receive_tiles_nvfp4(const ReceiveArguments a) {
   extern __shared__ __align__(128) uint8_t shared[];
   using Layout = Stage<Nvfp4>;
   float* units = reinterpret_cast<float*>(shared + 2 * Layout::kBytes);
@@ -532,7 +532,7 @@ __global__ void __launch_bounds__(kThreads, kStochastic ? 2 : TILE_BLOCKS)
   if (misfit) report(a.options.findings, NVTE_EP_FINDING_EXPERT_SCALE);
 }
 
-// ---- MXFP8 -----------------------------------------------------------------------------------------------------------------
+// ---- MXFP8 ------------------------------------------------------------------------------------------------
 
 // Scales of the 8 column blocks by 128 rows as FP32.
 constexpr int kFactorsBytes = kTileColumns / Mxfp8::kBlock * kBand * 4;

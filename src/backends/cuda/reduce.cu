@@ -22,7 +22,7 @@ __device__ __forceinline__ int64_t slot_of(SlotAddress address) {
   return address & ((int64_t{1} << kSlotBits) - 1);
 }
 
-// ---- rows to slots --------------------------------------------------------------------------------------------------------------
+// ---- rows to slots ----------------------------------------------------------------------------------------
 
 // A warp a slot. Strides and row bytes that 16 does not divide are moved in smaller pieces.
 __global__ void __launch_bounds__(kThreads, 4) gather_rows(const GatherRows g, int out_alignment) {
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 4) gather_rows(const GatherRows g, i
   }
 }
 
-// ---- slots to tokens ----------------------------------------------------------------------------------------------------------------
+// ---- slots to tokens --------------------------------------------------------------------------------------
 
 template <typename Token>
 struct Elements {  // the 16 bytes of one access

@@ -1,4 +1,5 @@
-// Threads over the chunks of a row, or of several narrow rows: for kernels whose chunks do not depend on each other.
+// Threads over the chunks of a row, or of several narrow rows: for kernels whose chunks do not depend on each
+// other.
 #ifndef NVTE_EP_BACKENDS_CUDA_ROW_THREADS_H_
 #define NVTE_EP_BACKENDS_CUDA_ROW_THREADS_H_
 
