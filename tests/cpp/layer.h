@@ -179,10 +179,11 @@ inline int64_t capacity_of(const LayerCase& c, const std::vector<Step>& steps) {
 inline SlotValues random_slots(const LayerCase& c, const Routed& routed, bool weighted, Random* random) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   SlotValues values;
-  values.x = rounded(c.token_type, random_tokens(random, routed.total_rows, c.hidden));
-  for (size_t s = 0; s < routed.slots.size(); ++s) {
-    const bool padding = routed.slots[s].source < 0;
-    if (padding) std::fill_n(values.x.begin() + static_cast<std::ptrdiff_t>(s) * c.hidden, c.hidden, nan);
+  for (const SlotCopy& slot : routed.slots) {
+    const bool padding = slot.source < 0;
+    const std::vector<float> row = padding ? std::vector<float>(static_cast<size_t>(c.hidden), nan)
+                                           : rounded(c.token_type, random_tokens(random, 1, c.hidden));
+    values.x.insert(values.x.end(), row.begin(), row.end());
     if (weighted) values.weights.push_back(padding ? nan : static_cast<float>(random->uniform()));
   }
   return values;

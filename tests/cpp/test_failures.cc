@@ -269,7 +269,6 @@ TEST_P(Failures, HandlesOutliveTheirGroupAndSayBadState) {
 }
 
 TEST_P(Failures, AFailedGroupIsDestroyedWithoutItsPeers) {
-  std::atomic<int> created{0};
   run_ranks(2, [&](Rank& rank) {
     Member m(GetParam(), rank, kPatience);
     require(m.prepare());
@@ -316,6 +315,7 @@ TEST(Objects, StaleAndForeignPointersAreRefused) {
   // Destroyed before.
   nvte_ep_handle_t old_handle = handle.get();
   handle = Handle();
+  const Handle newer = make_handle(group, handle_config(1, 1));  // does not answer to the old one's name
   expect_status(invalid, nvte_ep_handle_prepare(old_handle, &args, nullptr),
                 {"nvte_ep_handle_prepare: handle"});
   expect_status(invalid, nvte_ep_handle_destroy(old_handle), {"nvte_ep_handle_destroy: handle"});
