@@ -2,6 +2,8 @@
 #ifndef NVTE_EP_DEVICE_NVFP4_BLOCK_CUH_
 #define NVTE_EP_DEVICE_NVFP4_BLOCK_CUH_
 
+#include <type_traits>
+
 #include "device/e2m1.cuh"
 #include "device/e4m3.cuh"
 #include "device/tokens.cuh"
@@ -51,31 +53,37 @@ __device__ __forceinline__ uint2 encode_nvfp4_block(const Block16<Token>& x, flo
   *scale_code = b;
   float v[16];
 #if defined(NVTE_EP_HARDWARE_E2M1)
-  constexpr bool kAnyInput = !kStochastic;
+  constexpr bool kAnyInput = !kStochastic;  // the conversion saturates, and takes NaN for 6
 #else
   constexpr bool kAnyInput = false;
 #endif
-  // Outside: NaN and infinity; elements whose block scale came out 0 or was cut off at 448.
-  if (kAnyInput || (finite && mul_rn(amax, multiplier) < kFastLimit)) {
-    if constexpr (!kAnyInput && !kStochastic && std::is_same_v<Token, Bf16Token>) {
-      const float scaled = bf16_multiplier(multiplier, b);
-      return make_uint2(encode_bf16_e2m1x8(x.word, scaled), encode_bf16_e2m1x8(x.word + 4, scaled));
-    } else {
+  if constexpr (kAnyInput) {
 #pragma unroll
-      for (int i = 0; i < 16; ++i) v[i] = x.value(i);
-      if constexpr (!kStochastic) {
-        return make_uint2(encode_e2m1x8(v, multiplier), encode_e2m1x8(v + 8, multiplier));
+    for (int i = 0; i < 16; ++i) v[i] = x.value(i);
+    return make_uint2(encode_e2m1x8(v, multiplier), encode_e2m1x8(v + 8, multiplier));
+  } else {
+    // Outside: NaN and infinity; elements whose block scale came out 0 or was cut off at 448.
+    if (finite && mul_rn(amax, multiplier) < kFastLimit) {
+      if constexpr (!kStochastic && std::is_same_v<Token, Bf16Token>) {
+        const float scaled = bf16_multiplier(multiplier, b);
+        return make_uint2(encode_bf16_e2m1x8(x.word, scaled), encode_bf16_e2m1x8(x.word + 4, scaled));
       } else {
-        constexpr bool kFewBits = Token::kBytes == 2;
-        return make_uint2(encode_e2m1x8_stochastic<kFewBits>(v, multiplier, random),
-                          encode_e2m1x8_stochastic<kFewBits>(v + 8, multiplier, random + 2));
+#pragma unroll
+        for (int i = 0; i < 16; ++i) v[i] = x.value(i);
+        if constexpr (!kStochastic) {
+          return make_uint2(encode_e2m1x8(v, multiplier), encode_e2m1x8(v + 8, multiplier));
+        } else {
+          constexpr bool kFewBits = Token::kBytes == 2;
+          return make_uint2(encode_e2m1x8_stochastic<kFewBits>(v, multiplier, random),
+                            encode_e2m1x8_stochastic<kFewBits>(v + 8, multiplier, random + 2));
+        }
       }
     }
-  }
 #pragma unroll
-  for (int i = 0; i < 16; ++i) v[i] = x.value(i);
-  return make_uint2(encode_e2m1_any(v, multiplier, kStochastic ? random : nullptr),
-                    encode_e2m1_any(v + 8, multiplier, kStochastic ? random + 2 : nullptr));
+    for (int i = 0; i < 16; ++i) v[i] = x.value(i);
+    return make_uint2(encode_e2m1_any(v, multiplier, kStochastic ? random : nullptr),
+                      encode_e2m1_any(v + 8, multiplier, kStochastic ? random + 2 : nullptr));
+  }
 }
 
 }  // namespace nvte_ep::device

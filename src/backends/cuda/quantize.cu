@@ -253,7 +253,7 @@ __device__ __forceinline__ uint4 encode_mxfp8_half(const Block16<Token>& x, uint
 }
 
 template <typename Token, bool kAligned>
-__global__ void __launch_bounds__(256, 4)
+__global__ void __launch_bounds__(256, Token::kBytes == 4 && !kAligned ? 3 : 4)
     quantize_mxfp8_rows(const QuantizeArguments a, const RowThreads threads) {
   constexpr int kInFlight = 2;
   const int token_alignment = kAligned ? 16 : a.token_alignment;
