@@ -474,7 +474,8 @@ typedef struct nvte_ep_group_config {
   int64_t timeout_ns;    /* how long a call waits for a peer; 0 = 100 s */
   int32_t overflow;      /* NVTE_EP_ON_OVERFLOW_* */
   int32_t zero_copy;     /* 1: the large tensors lie in memory from nvte_ep_mem_alloc */
-  /* Device memory comes from here if set, else from CUDA. alloc_fn returns NULL when out of memory. */
+  /* Device memory comes from here if set, else from CUDA. alloc_fn returns NULL when out of memory. Groups of device
+   * memory answer UNSUPPORTED so far. */
   void* (*alloc_fn)(size_t bytes, int32_t device_id, nvte_ep_stream_t stream, void* context);
   void (*free_fn)(void* pointer, size_t bytes, int32_t device_id, nvte_ep_stream_t stream, void* context);
   void* alloc_context;

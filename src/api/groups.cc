@@ -75,6 +75,10 @@ Status read_config(const nvte_ep_group_config_t* config, const Communicator& com
   if ((c.alloc_fn == nullptr) != (c.free_fn == nullptr)) {
     return invalid_argument("config.alloc_fn: expected together with free_fn, got only one of them");
   }
+  if (c.alloc_fn != nullptr && !settings->device.is_host()) {
+    return unsupported(
+        "config.alloc_fn: the transports of device memory take theirs from CUDA so far, expected NULL");
+  }
   *transport = c.transport;
   return Status();
 }

@@ -180,6 +180,10 @@ class DeviceHandle : public HandleTransport {
 
   Status send_rows(const SendRows& call, nvte_ep_stream_t stream) override {
     NVTE_EP_TRY(member_->check_alive());
+    if (call.out_weights != nullptr && !call.gives_weights && tokens_ > 0) {
+      return invalid_argument(
+          "topk_weights: expected on every rank because this one asks for recv_weights, got NULL");
+    }
     GatherRows gather{};
     NVTE_EP_TRY(travel(call.rows, call.row_stride, call.readable_rows, call.row_bytes, &gather.rows, stream));
     gather.slot_source = plan_.slot_source;

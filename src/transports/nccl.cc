@@ -241,6 +241,8 @@ Status probe_nccl(const Communicator& comm, const GroupSettings& settings) {
   if (comm.kind() != NVTE_EP_COMM_NCCL) return unsupported("nccl needs a communicator of kind NCCL");
   if (settings.device.is_host()) return unsupported("nccl works on CUDA devices, not on host memory");
   if (settings.zero_copy) return unsupported("nccl has no zero_copy: rows are staged");
+  if (settings.num_sms != 0)
+    return unsupported("nccl does not bound the multiprocessors it uses: expected num_sms 0");
   return Status();
 }
 

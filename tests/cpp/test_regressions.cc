@@ -172,6 +172,20 @@ TEST(Regressions, TextsNameTypesThatAreNotTaken) {
                 {"got float64 [1, 32]"});
 }
 
+TEST(Regressions, AnAllocatorThatWouldNotBeAskedIsRefused) {
+  const WorldId id;
+  const Comm comm = make_comm(id, 0, 1);
+  nvte_ep_group_config_t config = NVTE_EP_GROUP_SETTINGS_INIT;
+  config.device_type = NVTE_EP_DEVICE_CUDA;
+  config.num_experts = 1;
+  config.hidden = 32;
+  config.max_tokens_per_rank = 1;
+  config.alloc_fn = [](size_t, int32_t, nvte_ep_stream_t, void*) -> void* { return nullptr; };
+  config.free_fn = [](void*, size_t, int32_t, nvte_ep_stream_t, void*) {};
+  nvte_ep_group_t group = nullptr;
+  expect_status(NVTE_EP_STATUS_UNSUPPORTED, nvte_ep_group_create(comm.get(), &config, &group), {"alloc_fn"});
+}
+
 TEST(Regressions, AnEmptySlotMapIsTooSmallAndNotAbsent) {
   OneRank one(0);  // eager
   nvte_ep_tensor_t empty = nvte_ep_tensor_1d(nullptr, 0, NVTE_EP_DTYPE_INT, 64, NVTE_EP_DEVICE_CPU, 0);

@@ -207,6 +207,7 @@ Status probe_peer(const Communicator& comm, const GroupSettings& settings) {
   if (comm.kind() != NVTE_EP_COMM_THREADS)
     return unsupported("peer works between ranks of one process so far");
   if (settings.zero_copy) return unsupported("peer has no zero_copy yet");
+  if (settings.num_sms != 0) return unsupported("peer does not honour num_sms yet: expected 0");
   // The flags and the epoch share one page.
   if (comm.size() > static_cast<int32_t>(kFlagBytes / 4) - 1)
     return unsupported("peer: expected at most 1023 ranks, got ", comm.size());
