@@ -40,6 +40,10 @@ def current_device() -> int:
     return int(_check("cudaGetDevice", runtime().cudaGetDevice()))
 
 
+def device_count() -> int:
+    return int(_check("cudaGetDeviceCount", runtime().cudaGetDeviceCount()))
+
+
 @contextlib.contextmanager
 def use_device(device_id: int) -> Iterator[None]:
     before = current_device()

@@ -277,6 +277,7 @@ def _view(function: str, name: str, found: _Description) -> View:
     )
     tensor.shape[:ndim] = found.shape
     tensor.strides[:ndim] = strides
+    tensor.owner = found.owner
     return View(tensor, found.dtype, found.shape, found.device, found.owner)
 
 
