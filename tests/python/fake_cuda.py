@@ -155,16 +155,20 @@ def install(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
     real_call = _lib.call
 
     def call(name: str, *arguments: Any) -> None:
-        on_device = False
-        for argument in arguments:
-            for struct in _structs(argument):
-                on_device |= struct.device_type == _abi.CONSTANTS["NVTE_EP_DEVICE_CUDA"]
-                struct.device_type = _abi.CONSTANTS["NVTE_EP_DEVICE_CPU"]
+        cuda = _abi.CONSTANTS["NVTE_EP_DEVICE_CUDA"]
+        structs = [struct for argument in arguments for struct in _structs(argument)]
+        on_device = [struct for struct in structs if struct.device_type == cuda]
+        for struct in on_device:
+            struct.device_type = _abi.CONSTANTS["NVTE_EP_DEVICE_CPU"]
         if on_device and not name.startswith(("nvte_ep_operand", "nvte_ep_group")):
             assert arguments[-1], f"{name} on the legacy default stream"
             runtime.captured_calls += runtime.capturing
             arguments = (*arguments[:-1], None)
-        real_call(name, *arguments)
+        try:
+            real_call(name, *arguments)
+        finally:
+            for struct in on_device:
+                struct.device_type = cuda
 
     monkeypatch.setattr(_lib, "call", call)
     monkeypatch.setattr(_cuda, "runtime", lambda: runtime)
