@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nvte_ep import _cuda
+from nvte_ep import _cuda, _device_pool
 from nvte_ep._arguments import integer
 from nvte_ep._dtypes import BY_NAME, CPU, CUDA_TYPE, Device, DType, device_name, dtype_name, parse_device
 from nvte_ep._streams import NO_STREAM
@@ -99,9 +99,10 @@ def _host_bytes(nbytes: int) -> NDArray[Any]:
 
 
 def _device_bytes(nbytes: int, device_id: int) -> NDArray[Any]:
-    pointer = _cuda.malloc(nbytes, device_id)
+    pool = _device_pool.pool(device_id)
+    pointer = pool.take(nbytes)
     memory = Memory(pointer, nbytes)
-    finalizer = weakref.finalize(memory, _cuda.free, pointer, device_id)
+    finalizer = weakref.finalize(memory, pool.give, pointer, nbytes)
     finalizer.atexit = False  # a consumer may still use it then, and the driver takes everything back
     return np.asarray(memory)
 

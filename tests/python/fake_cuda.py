@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nvte_ep import _abi, _cuda, _lib
+from nvte_ep import _abi, _cuda, _device_pool, _lib
 
 LAUNCH_SECONDS = 1e-5
 
@@ -172,6 +172,7 @@ def install(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
 
     monkeypatch.setattr(_lib, "call", call)
     monkeypatch.setattr(_cuda, "runtime", lambda: runtime)
+    monkeypatch.setattr(_device_pool, "_pools", {})
 
 
 def _structs(argument: Any) -> list[Any]:

@@ -146,10 +146,10 @@ class CopyRate:
     def of(self, nbytes: int) -> Copy:
         """The fastest copy of half as many bytes, which are read and written."""
         if nbytes not in self.known:
-            self.known[nbytes] = self._measure(nbytes)
+            self.known[nbytes] = self.measure(nbytes)
         return self.known[nbytes]
 
-    def _measure(self, nbytes: int) -> Copy:
+    def measure(self, nbytes: int) -> Copy:
         half = _half(nbytes)
         sets = min(self.room // half, self.machine.max_sets)
         pieces = [slice(index * half, (index + 1) * half) for index in range(sets)]

@@ -59,8 +59,8 @@ QUICK_SHAPES = [LAYER, DECODE]
 HOST_SHAPES = [Shape(64, 256, 4, 16, 32)]
 DECODE_TOKENS = 512  # whole steps are measured too up to here
 REPEATS = {"cuda": (30, 10), "cpu": (5, 3)}  # and with --quick
-NCCL_EP_SMS = {False: (0, 24, 64, 132), True: (0, 132)}  # by --quick; 0: its default
-COPY_BYTES = {"cuda": 2 * 10**9, "cpu": 10**8}
+COPY_BYTES = {"cuda": 4 * 10**9, "cpu": 10**8}
+COPY_RUNS = {"cuda": 5, "cpu": 1}
 TRANSPORTS = ("peer", "nccl_ep", "nccl")
 
 
@@ -78,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     who.add_argument(
         "--nccl-ep-sms",
         metavar="LIST",
-        help="its settings: multiprocessors, 0 for its default (0,24,64,132); each takes it a compilation",
+        help="multiprocessors to try it with, 0 for its default; each takes it compilations "
+        "(0,24 for rows, 0,132 for sums; --quick: 0, and 132)",
     )
     who.add_argument(
         "--num-sms", type=int, default=0, metavar="N", help="multiprocessors for every side (as it likes)"
@@ -267,9 +268,9 @@ class Bench:
 
     def _direct(self, data: Data) -> Direct:
         assert isinstance(self.machine, CudaMachine)
-        default = [self.arguments.num_sms] if self.arguments.num_sms else NCCL_EP_SMS[self.arguments.quick]
-        sms = _numbers("nccl-ep-sms", self.arguments.nccl_ep_sms, list(default), 0)
-        return Direct(self.ranks, self.machine, data, self.sampling, sms)
+        given = [self.arguments.num_sms] if self.arguments.num_sms else []
+        sms = _numbers("nccl-ep-sms", self.arguments.nccl_ep_sms, given, 0)
+        return Direct(self.ranks, self.machine, data, self.sampling, sms, thorough=not self.arguments.quick)
 
     def _not_run(self, line: str) -> None:
         if line not in self.report.not_run:
@@ -452,8 +453,11 @@ def measure(arguments: argparse.Namespace, ranks: Ranks) -> Report:
 
 
 def _copy_gbps(machine: Machine) -> float:
+    """The best of some: a device that was idle takes a while until its clocks are up."""
     nbytes = min(COPY_BYTES[machine.kind], machine.free_bytes() // 8)
-    return CopyRate(machine, Frameworks(machine, wanted=False), nbytes, 10).of(nbytes).gbps
+    frameworks = Frameworks(machine, wanted=False)
+    copies = CopyRate(machine, frameworks, nbytes, 20)
+    return max(copies.measure(nbytes).gbps for _ in range(COPY_RUNS[machine.kind]))
 
 
 # ---- all ranks -------------------------------------------------------------------------------------------

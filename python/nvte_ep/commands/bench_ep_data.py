@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from nvte_ep.commands._checks import Sending, pack
 from nvte_ep.commands._numerics import Bytes, Floats, Ints, bf16_bits, bf16_values
 from nvte_ep.commands.bench_cases import ReceiveCase
 from nvte_ep.formats import row_bytes
+from nvte_ep.operand import Operand
 
 BLOCK = 509  # prime: tokens that a wrong offset confuses are not the same token by accident
 ID_BITS = 32  # elements of a token whose signs tell rank, set and token
@@ -142,6 +144,7 @@ class Data:
     def __init__(self, shape: Shape, ranks: int, routings: int = 2) -> None:
         self.shape, self.ranks, self.routings = shape, ranks, routings
         self.block = functools.lru_cache(maxsize=64)(self._block)
+        self.stochastic_operand = functools.lru_cache(maxsize=2)(self._stochastic_operand)
         self.routed = functools.cache(self._routed)
         self.topk = functools.cache(self._topk)
 
@@ -237,6 +240,15 @@ class Data:
                 rows[here] = pack(Sending(wire), self.tokens(int(sender), index, token[here]))
         return rows
 
+    def _stochastic_operand(self, rank: int, index: int, wire: str, columnwise: bool) -> Operand:
+        """What a rank receives when rounding is stochastic."""
+        routed = self.routed(rank)
+        rows = self.rows_at_slots(rank, index, wire, slice(0, routed.slots), stochastic=True)
+        options: dict[str, Any] = {"rounding": "stochastic", "rng_state": (SEED, OFFSET), "rank": rank}
+        return receive_on_host(
+            rows, self.shape.hidden, routed.rows_per_expert, wire, columnwise, self.shape.alignment, **options
+        )
+
     def weights_at_slots(self, rank: int) -> Floats:
         routed = self.routed(rank)
         values = np.zeros(routed.slots, np.float32)
@@ -268,6 +280,16 @@ class Data:
             here = (routed.source_rank == rank) & (routed.source_token == token)
             found += [(expert_rank, int(slot)) for slot in np.flatnonzero(here)]
         return found
+
+
+def receive_on_host(
+    rows: Bytes, hidden: int, rows_per_expert: list[int], wire: str, columnwise: bool, alignment: int,
+    **options: Any,
+) -> Operand:  # fmt: skip
+    """The operand of packed rows, by the host backend."""
+    return ReceiveCase(wire, columnwise).function()(
+        rows, hidden, rows_per_expert, columnwise=columnwise, alignment=alignment, **options
+    )
 
 
 # ---- the fewest bytes ------------------------------------------------------------------------------------

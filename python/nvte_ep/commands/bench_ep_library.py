@@ -15,7 +15,7 @@ from nvte_ep.array import Array
 from nvte_ep.commands._checks import Checks, unpack
 from nvte_ep.commands._numerics import Error, Floats, bf16_values
 from nvte_ep.commands.bench_cases import ReceiveCase, host_bytes, sample
-from nvte_ep.commands.bench_ep_data import OFFSET, SEED, Data, Operation
+from nvte_ep.commands.bench_ep_data import OFFSET, SEED, Data, Operation, receive_on_host
 from nvte_ep.commands.bench_ep_ranks import Ranks
 from nvte_ep.commands.bench_machine import POISON, Call, Machine
 from nvte_ep.formats import row_bytes
@@ -110,51 +110,34 @@ class Outputs:
         got = self.machine.read(weights[: self.routed.slots]).view(np.float32)
         checks.equal(f"{what}, weights", got, self.data.weights_at_slots(self.rank))
 
-    def operand(self, checks: Checks, what: str, operand: Operand, index: int) -> None:
-        """Slab by slab: rounding to nearest, an expert's part depends on its rows alone."""
+    def operand(
+        self, checks: Checks, what: str, operand: Operand, index: int, stochastic: bool = False
+    ) -> None:
+        """Slab by slab. What is rounded to nearest depends on the rows of its expert alone; what a stochastic
+        block draws depends on its place among all slots, so there the whole operand is made."""
         case = ReceiveCase(operand.format, operand.columnwise)
-        function = case.function()
         slabs = case.slabs(self.routed.rows_per_expert, operand.hidden)
         for expert, part in self._slabs():
-            rows = self.data.rows_at_slots(self.rank, index, operand.format, part)
-            alone = function(
-                rows,
-                operand.hidden,
-                [len(rows)],
-                columnwise=operand.columnwise,
-                alignment=operand.alignment,
-            )
+            if stochastic:
+                wanted = self.data.stochastic_operand(self.rank, index, operand.format, operand.columnwise)
+                shift = slabs[expert].ranges
+            else:
+                rows = self.data.rows_at_slots(self.rank, index, operand.format, part)
+                wanted = receive_on_host(
+                    rows,
+                    operand.hidden,
+                    [len(rows)],
+                    operand.format,
+                    operand.columnwise,
+                    operand.alignment,
+                )
+                shift = {}
             for name, (start, nbytes) in slabs[expert].ranges.items():
                 offset = operand.layout.parts[name].offset + start
                 got = self.machine.read(operand.bytes[offset : offset + nbytes])
-                offset = alone.layout.parts[name].offset
-                wanted = host_bytes(alone.bytes[offset : offset + nbytes]).reshape(-1)
-                checks.equal(f"{what}, expert {expert}, {name}", got, wanted)
-
-    def stochastic_operand(self, checks: Checks, what: str, operand: Operand, index: int) -> None:
-        """Whole: what a block draws depends on its place among the slots."""
-        routed = self.routed
-        rows = self.data.rows_at_slots(
-            self.rank, index, operand.format, slice(0, routed.slots), stochastic=True
-        )
-        case = ReceiveCase(operand.format, operand.columnwise)
-        whole = case.function()(
-            rows,
-            operand.hidden,
-            routed.rows_per_expert,
-            columnwise=operand.columnwise,
-            alignment=operand.alignment,
-            rounding="stochastic",
-            rng_state=(SEED, OFFSET),
-            rank=self.rank,
-        )
-        slabs = case.slabs(routed.rows_per_expert, operand.hidden)
-        for expert, _ in self._slabs():
-            for name, (start, nbytes) in slabs[expert].ranges.items():
-                places = [made.layout.parts[name].offset + start for made in (operand, whole)]
-                got = self.machine.read(operand.bytes[places[0] : places[0] + nbytes])
-                wanted = host_bytes(whole.bytes[places[1] : places[1] + nbytes]).reshape(-1)
-                checks.equal(f"{what}, expert {expert}, {name}", got, wanted)
+                offset = wanted.layout.parts[name].offset + shift.get(name, (0, 0))[0]
+                expected = host_bytes(wanted.bytes[offset : offset + nbytes]).reshape(-1)
+                checks.equal(f"{what}, expert {expert}, {name}", got, expected)
 
     def sums(self, checks: Checks, what: str, result: Array, index: int, wire: str) -> None:
         tokens = self.sampling.of_tokens(self.data.shape.tokens)
@@ -357,10 +340,7 @@ class Library(Side):
     def check_received(self, checks: Checks, operation: Operation, index: int, out: Any) -> None:
         what = f"buffers {index}"
         if operation.receive == "operand":
-            if operation.stochastic:
-                self.outputs.stochastic_operand(checks, what, out, index)
-            else:
-                self.outputs.operand(checks, what, out, index)
+            self.outputs.operand(checks, what, out, index, operation.stochastic)
         elif operation.receive == "rows":
             self.outputs.rows(checks, what, out, index, operation.wire)
         else:

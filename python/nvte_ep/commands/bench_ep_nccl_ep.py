@@ -31,6 +31,10 @@ from nvte_ep.formats import format_info, row_bytes
 
 NAME = "NCCL EP"
 LOW_LATENCY_TOKENS = 512  # low-latency mode is tried up to here
+# Multiprocessors that high-throughput mode is tried with, 0: its default; the others were never its best on
+# an H200. By whether all ways are tried.
+ROWS_SMS = {True: (0, 24), False: (0,)}
+SUMS_SMS = {True: (0, 132), False: (132,)}
 TIMEOUT_NS = 60 * 10**9
 SCALED_TYPES = {"mxfp8": ("float8_e4m3fn", "uint8"), "nvfp4": ("float4_e2m1fn_x2", "float8_e4m3fn")}
 
@@ -95,17 +99,24 @@ class _Mode:
 
 
 class Direct(Side):
-    """NCCL EP, high-throughput mode with each of some numbers of multiprocessors (0: its default), and
-    low-latency mode for small batches."""
+    """NCCL EP, high-throughput mode with each of some numbers of multiprocessors (none given: what may suit
+    it best), and low-latency mode for small batches. Every way costs it some seconds to compile."""
 
     name = NAME
     machine: CudaMachine
 
     def __init__(
-        self, ranks: Ranks, machine: CudaMachine, data: Data, sampling: Sampling, sms: Sequence[int]
+        self,
+        ranks: Ranks,
+        machine: CudaMachine,
+        data: Data,
+        sampling: Sampling,
+        sms: Sequence[int],
+        *,
+        thorough: bool,
     ) -> None:
         super().__init__(ranks, machine, data, sampling)
-        self.sms = list(sms)
+        self.sms, self.thorough = list(sms), thorough
         self.api = Api()
         self.low_latency_reason = ""
         identifier = abi.UniqueId()
@@ -273,7 +284,8 @@ class Direct(Side):
         if operation.verb == "decode":
             yield from self._decode(operation)
             return
-        for sms in self.sms:
+        sums = operation.verb in ("combine", "dispatch_backward")
+        for sms in self.sms or (SUMS_SMS if sums else ROWS_SMS)[self.thorough]:
             way = f"{sms} SMs" if sms else "its SMs"
             for made in self._high_throughput(operation, sets, self.mode(sms)):
                 made.way = f"{way}{', ' + made.way if made.way else ''}"
@@ -290,7 +302,7 @@ class Direct(Side):
             yield self._rows(operation, sets, mode)
         elif operation.given == "packed" and operation.receive == "rows":
             yield self._rows(operation, sets, mode)
-            if self._scales_fit(operation.wire):
+            if self.thorough and self._scales_fit(operation.wire):
                 yield self._apart(operation, sets, mode)
         elif operation.receive == "operand" and operation.given == "tokens":
             yield self._around(operation, sets, mode)
@@ -404,11 +416,7 @@ class Direct(Side):
 
         def check(checks: Checks) -> None:
             for index in self.checked_sets(sets):
-                what = f"buffers {index}"
-                if operation.stochastic:
-                    self.outputs.stochastic_operand(checks, what, outs[index], index)
-                else:
-                    self.outputs.operand(checks, what, outs[index], index)
+                self.outputs.operand(checks, f"buffers {index}", outs[index], index, operation.stochastic)
 
         return Work(calls, check, "pack + NCCL EP + direct receive", weights)
 
@@ -441,7 +449,8 @@ class Direct(Side):
     # ---- decode ------------------------------------------------------------------------------------------
 
     def _decode(self, operation: Operation) -> Iterator[Work]:
-        for sms in self.sms:
+        low_latency = self.data.shape.tokens <= LOW_LATENCY_TOKENS
+        for sms in self.sms or (ROWS_SMS[True] if self.thorough else (() if low_latency else (0,))):
             mode = self.mode(sms)
             sending = Operation("dispatch", operation.wire, given=operation.given)
             if operation.wire == "bf16":
@@ -456,7 +465,7 @@ class Direct(Side):
                 keep.append(combined)
             way = f"high throughput, {sms} SMs" if sms else "high throughput"
             yield Work([partial(_in_turn, steps)], dispatch.check, way, keep)
-        if self.data.shape.tokens <= LOW_LATENCY_TOKENS:
+        if low_latency:
             yield self._low_latency_step(operation)
 
     def _low_latency_step(self, operation: Operation) -> Work:
