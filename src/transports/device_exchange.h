@@ -2,6 +2,7 @@
 #ifndef NVTE_EP_TRANSPORTS_DEVICE_EXCHANGE_H_
 #define NVTE_EP_TRANSPORTS_DEVICE_EXCHANGE_H_
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -14,6 +15,13 @@ struct Agreed {
   const char* name;
   int64_t value;
 };
+
+// The step and the values of one rank, in a form of fixed size that travels.
+constexpr int kMaxAgreed = 13;
+using AgreedValues = std::array<int64_t, kMaxAgreed + 2>;
+AgreedValues agreed_values(const char* step, const std::vector<Agreed>& mine);
+// INVALID_ARGUMENT where all, of every rank, are not the same; mine names the values.
+Status check_agreement(const std::vector<Agreed>& mine, const std::vector<AgreedValues>& all);
 
 // How many items go to each rank and come from each.
 struct ItemCounts {

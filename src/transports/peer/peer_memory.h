@@ -1,8 +1,9 @@
 // Memory that the ranks of a group load and store directly: one pool a rank, which every rank's device can address.
-// Implementations: threads of one process (thread_memory.h).
+// Implementations: threads of one process (thread_memory.h), and processes (process_memory.h).
 #ifndef NVTE_EP_TRANSPORTS_PEER_PEER_MEMORY_H_
 #define NVTE_EP_TRANSPORTS_PEER_PEER_MEMORY_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -43,7 +44,7 @@ class PeerMemory {
 
   // What ended the group as far as this host knows (a failed meeting, a rank that ended it or left), or OK; *rank is the one
   // that caused it, -1 unknown. Never blocks; any thread.
-  Status failure(int32_t* rank) const;
+  Status failure(int32_t* rank);
   // Ends the group for every rank: waits return, in flight and later ones. Never blocks; any thread.
   virtual void abort() = 0;
   // Nobody reads this rank's pool after it. Waits for all ranks unless the group has failed; then for this rank's work only.
@@ -51,6 +52,8 @@ class PeerMemory {
 
  protected:
   virtual Status host_failure(int32_t* rank) const = 0;  // without the meetings
+  // The peers learn that the group has ended because of this rank. Never blocks.
+  virtual void tell(int32_t rank) = 0;
 
   const GroupSettings settings_;
   Backend* const backend_;
@@ -64,6 +67,7 @@ class PeerMemory {
   const int32_t rank_;
   const int32_t size_;
   MeetingReport* report_ = nullptr;
+  std::atomic<bool> told_{false};
 };
 
 // OK, or UNSUPPORTED with the reason. The same on every rank.

@@ -58,11 +58,7 @@ class ThreadMemory : public PeerMemory {
                                  [](const std::vector<Publication>&) { return Status(); });
   }
 
-  void abort() override {
-    if (shared_ == nullptr) return;  // closed
-    *shared_->ended() = rank() + 1;
-    rendezvous_->abort(rank());
-  }
+  void abort() override { tell(rank()); }
 
   void close() override {
     if (rendezvous_ == nullptr) return;
@@ -117,6 +113,12 @@ class ThreadMemory : public PeerMemory {
         &common));
     shared_ = std::static_pointer_cast<SharedPools>(common);
     return shared_->add(backend_, bytes, pool);
+  }
+
+  void tell(int32_t rank_of_it) override {
+    if (shared_ == nullptr) return;  // closed
+    *shared_->ended() = rank_of_it + 1;
+    rendezvous_->abort(rank_of_it);
   }
 
   Status host_failure(int32_t* rank) const override {
