@@ -39,6 +39,9 @@ Status open_peer_memory(Communicator* comm, const GroupSettings& settings, Backe
   NVTE_EP_TRY(backend->allocate_shared(sizeof(MeetingReport), &report));
   created->report_ = static_cast<MeetingReport*>(report);
   NVTE_EP_TRY(created->open(bytes_per_rank));
+  const int64_t bytes = created->size() * static_cast<int64_t>(sizeof(int32_t*));
+  NVTE_EP_TRY(created->ended_words_.reserve(backend, bytes));
+  NVTE_EP_TRY(backend->upload(created->ended_words_.as<void>(), created->ended_.data(), bytes, nullptr));
   *memory = std::move(created);
   return Status();
 }

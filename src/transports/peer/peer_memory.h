@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/transport.h"
+#include "transports/device_buffer.h"
 #include "transports/device_exchange.h"
 
 namespace nvte_ep {
@@ -34,7 +35,9 @@ class PeerMemory {
 
   // What this rank's meetings look at while they wait: rank + 1 of the one that ended the group, 0: nobody. Readable by the
   // device.
-  virtual const int32_t* ended() const = 0;
+  const int32_t* ended() const { return ended_[static_cast<size_t>(rank_)]; }
+  // [size] in device memory: the words of all ranks. A meeting that gives up tells them whom it has waited for.
+  int32_t* const* ended_words() const { return ended_words_.as<int32_t*>(); }
   // Where they report a failure; memory of the host.
   MeetingReport* report() const { return report_; }
 
@@ -58,15 +61,17 @@ class PeerMemory {
   const GroupSettings settings_;
   Backend* const backend_;
   std::vector<uint8_t*> pools_;
+  std::vector<int32_t*> ended_;  // [size]
 
  private:
   friend Status open_peer_memory(Communicator* comm, const GroupSettings& settings, Backend* backend,
                                  int64_t bytes_per_rank, std::unique_ptr<PeerMemory>* memory);
-  virtual Status open(int64_t bytes) = 0;
+  virtual Status open(int64_t bytes) = 0;  // fills pools_ and ended_
 
   const int32_t rank_;
   const int32_t size_;
   MeetingReport* report_ = nullptr;
+  DeviceBuffer ended_words_;
   std::atomic<bool> told_{false};
 };
 

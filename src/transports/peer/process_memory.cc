@@ -52,8 +52,6 @@ class ProcessMemory : public PeerMemory {
                 [this](const char* step, nvte_ep_stream_t stream) { return wait_for_nccl(step, stream); }) {}
   ~ProcessMemory() override { close(); }
 
-  const int32_t* ended() const override { return ended_words_[static_cast<size_t>(rank())]; }
-
   Status agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t) override {
     int32_t ignored;
     NVTE_EP_TRY(failure(&ignored));
@@ -137,7 +135,7 @@ class ProcessMemory : public PeerMemory {
     NVTE_EP_TRY(open_pools(way, total));
     std::vector<uint8_t*> boxes;
     for (uint8_t* pool : pools_) {
-      ended_words_.push_back(reinterpret_cast<int32_t*>(pool + word_offset));
+      ended_.push_back(reinterpret_cast<int32_t*>(pool + word_offset));
       boxes.push_back(pool + mail_offset);
     }
     return mailboxes_.open(backend_, rank(), std::move(boxes), stream_);
@@ -217,7 +215,7 @@ class ProcessMemory : public PeerMemory {
     *word = rank_of_it + 1;
     (void)backend_->with_device([&] {
       const NotCaptured guard;
-      for (int32_t* ended : ended_words_)
+      for (int32_t* ended : ended_)
         (void)cudaMemcpyAsync(ended, word, sizeof(*word), cudaMemcpyDefault, stream_);
       return Status();
     });
@@ -226,7 +224,7 @@ class ProcessMemory : public PeerMemory {
   Status host_failure(int32_t* rank_of_it) const override {
     const std::lock_guard<std::mutex> lock(mutex_);
     *rank_of_it = failed_rank_;
-    if (!failure_.ok() || closed_ || words_ == nullptr || ended_words_.empty()) return failure_;
+    if (!failure_.ok() || closed_ || words_ == nullptr || ended_.empty()) return failure_;
     const int32_t ended = look_locked();
     if (ended == 0) return communicator_error(rank_of_it);
     *rank_of_it = ended - 1;
@@ -252,7 +250,6 @@ class ProcessMemory : public PeerMemory {
   const NcclGather gather_;
   nvte_ep_stream_t stream_ = nullptr;
   std::unique_ptr<ProcessPools> pools_way_;
-  std::vector<int32_t*> ended_words_;  // [ranks]
   Mailboxes mailboxes_;
   Words* words_ = nullptr;
   mutable std::mutex mutex_;

@@ -48,8 +48,6 @@ class ThreadMemory : public PeerMemory {
       : PeerMemory(settings, backend, comm->rank(), comm->size()), rendezvous_(next_rendezvous(comm)) {}
   ~ThreadMemory() override { close(); }
 
-  const int32_t* ended() const override { return const_cast<const int32_t*>(shared_->ended()); }
-
   Status agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t) override {
     Publication p;
     p.step = step;
@@ -98,6 +96,7 @@ class ThreadMemory : public PeerMemory {
           return Status();
         }));
     pools_ = std::move(pools);
+    ended_.assign(pools_.size(), const_cast<int32_t*>(shared_->ended()));
     return Status();
   }
 
