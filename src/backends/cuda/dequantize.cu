@@ -279,6 +279,7 @@ template <typename Format, typename Token>
 Status launch_format(const DequantizeArguments& a, bool weighted, const LaunchContext& context) {
   if (weighted) {
     LaunchShape shape;
+    shape.bounded = true;
     shape.blocks = a.rows.rows;
     shape.threads = kRowThreads;
     return launch_kernel<dequantize_weighted_rows<Format, Token>>("dequantize_weighted_rows", context, shape,

@@ -38,6 +38,7 @@ struct ReceiveArguments {
   float* columnwise_expert_scale;
   device::SlabCounts counts;
   CodecOptions options;
+  int64_t blocks;  // of work; a grid may have fewer
   int column_groups;
   int64_t group_columns;  // that a block of the tile kernels works through, a multiple of kTileColumns
 

@@ -247,6 +247,7 @@ Status launch_reduce(const ReduceArguments& a, const LaunchContext& context) {
 
 Status launch_gather_rows(const GatherRows& g, const LaunchContext& context) {
   LaunchShape shape;
+  shape.bounded = true;
   shape.blocks = (g.slots + kThreads / kWarp - 1) / (kThreads / kWarp);
   shape.threads = kThreads;
   return launch_kernel<gather_rows>("gather_rows", context, shape, g, alignment_of(g.out, g.out_stride));
@@ -272,6 +273,7 @@ Status launch_gather_scalars(int32_t top_k, const SlotAddress* slots, const Rank
                              const TensorView& out, const LaunchContext& context) {
   const int64_t count = out.rows() * top_k;
   LaunchShape shape;
+  shape.bounded = true;
   shape.blocks = (count + kThreads - 1) / kThreads;
   shape.threads = kThreads;
   return launch_kernel<gather_scalars>("gather_scalars", context, shape, top_k, slots, values,
