@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/backend.h"
-#include "transports/device_exchange.h"
+#include "transports/agreement.h"
 #include "transports/nccl_api.h"
 
 namespace nvte_ep {

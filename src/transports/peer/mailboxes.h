@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/backend.h"
-#include "transports/device_exchange.h"
+#include "transports/agreement.h"
 
 namespace nvte_ep {
 

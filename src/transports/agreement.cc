@@ -1,4 +1,4 @@
-#include "transports/device_exchange.h"
+#include "transports/agreement.h"
 
 namespace nvte_ep {
 
