@@ -119,8 +119,7 @@ def one_leaves(rank: Rank, transport: Transport, case: Case, culprit: int) -> No
 
 
 def one_never_creates(rank: Rank, transport: Transport, case: Case, culprit: int) -> None:
-    shared_id = rank.broadcast(lambda: nvte_ep.unique_id(transport.communicator))
-    comm = nvte_ep.Communicator(transport.communicator, rank.size, rank.index, shared_id)
+    comm = transport.connect(rank)
     settings: dict[str, Any] = {
         "num_experts": case.experts,
         "hidden": case.hidden,
@@ -198,8 +197,7 @@ HANDLE_SETTINGS: dict[str, Any] = {
 
 def disagree_on_group(rank: Rank, transport: Transport, case: Case, setting: str) -> None:
     """The last rank has another value: nobody gets a group, everybody is told; then they agree."""
-    shared_id = rank.broadcast(lambda: nvte_ep.unique_id(transport.communicator))
-    comm = nvte_ep.Communicator(transport.communicator, rank.size, rank.index, shared_id)
+    comm = transport.connect(rank)
     settings: dict[str, Any] = {
         "num_experts": case.experts,
         "hidden": case.hidden,
@@ -354,8 +352,7 @@ def before_prepare(rank: Rank, transport: Transport, case: Case) -> None:
 
 def impossible_settings(rank: Rank, transport: Transport, case: Case) -> None:
     """Refused at creation, not in the first step."""
-    shared_id = rank.broadcast(lambda: nvte_ep.unique_id(transport.communicator))
-    comm = nvte_ep.Communicator(transport.communicator, rank.size, rank.index, shared_id)
+    comm = transport.connect(rank)
     settings: dict[str, Any] = {"num_experts": case.experts, "hidden": 64, "max_tokens_per_rank": 8}
     for name, value in {
         "num_experts": 2 * rank.size + 1,

@@ -21,9 +21,10 @@ import pytest
 from distributed import checklist, model
 from distributed.cases import CASES, Case
 from distributed.checks import assert_same_step
+from distributed.here import TRANSPORTS
 from distributed.launcher import run_processes, run_threads
 from distributed.steps import RNG_STATE, run_step
-from distributed.transports import TRANSPORTS, Transport
+from distributed.transports import Transport
 
 Framework = Callable[[str], ModuleType]
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=str)

@@ -8,8 +8,9 @@ import pytest
 from distributed import failures
 from distributed.cases import Case
 from distributed.checks import assert_same_step
+from distributed.here import TRANSPORTS
 from distributed.steps import run_step
-from distributed.transports import TRANSPORTS, Transport
+from distributed.transports import Transport
 
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=str)
 

@@ -10,7 +10,8 @@ import pytest
 
 from distributed import identities
 from distributed.cases import Case
-from distributed.transports import TRANSPORTS, Transport
+from distributed.here import TRANSPORTS
+from distributed.transports import Transport
 
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=str)
 

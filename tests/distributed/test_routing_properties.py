@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from distributed import checks
 from distributed.cases import EAGER, Case
+from distributed.here import TRANSPORTS
 from distributed.steps import run_step
-from distributed.transports import TRANSPORTS, Transport
+from distributed.transports import Transport
 
 FORMATS = ["bf16", "mxfp8", "nvfp4"]
 

@@ -12,8 +12,9 @@ import pytest
 
 from distributed import checks
 from distributed.cases import CASES, Case
+from distributed.here import TRANSPORTS
 from distributed.steps import Step, run_step
-from distributed.transports import TRANSPORTS, Transport
+from distributed.transports import Transport
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS, ids=str)
