@@ -331,8 +331,17 @@ class MirroredGroup(Group):
     """A group of `device` whose arrays are the host's. Calls return when the device has done them, and raise
     what ended the group meanwhile; findings wait for poll_error as ever."""
 
-    def __init__(self, comm: Communicator, *, device: Device, timeout_ns: int, **config: Any) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        device: Device,
+        timeout_ns: int,
+        sum_format: Callable[[str], str],
+        **config: Any,
+    ) -> None:
         self.real_device = device
+        self._sum_format = sum_format
         self.window = Window.take(device)
         self._found: collections.deque[ErrorInfo] = collections.deque()
         self._symmetric: list[Symmetric] = []
@@ -346,6 +355,9 @@ class MirroredGroup(Group):
         self.device = CPU
 
     def handle(self, **settings: Any) -> Handle:
+        for direction in ("combine", "dispatch_backward"):
+            if direction in settings:
+                settings[direction] = self._sum_format(settings[direction])
         return MirroredHandle(self, **settings)
 
     def wait(self) -> None:

@@ -75,6 +75,10 @@ class Transport:
     def takes(self, ranks: int) -> bool:
         return ranks <= self.max_ranks
 
+    def sum_format(self, format: str) -> str:
+        """How sums travel where a case asks for this wire format."""
+        return format if self.mxfp8_sums else "bf16"
+
     # ---- in the ranks ----
 
     def device_of(self, rank: Rank) -> Device:
@@ -102,7 +106,9 @@ class Transport:
     ) -> Group:
         config |= {"transport": self.name, "timeout_ns": timeout_ns}
         if self.mirrored:
-            group: Group = MirroredGroup(comm, device=self.device_of(rank), **config)
+            group: Group = MirroredGroup(
+                comm, device=self.device_of(rank), sum_format=self.sum_format, **config
+            )
         else:
             group = Group(comm, **config)
 
