@@ -155,6 +155,19 @@ class Window:
         self.memory.download(self.bytes.ctypes.data, self.address, nbytes, self.stream)
 
 
+def wait_for(
+    window: Window, group: Group, timeout_ns: int, look: Callable[[], object] = lambda: None
+) -> None:
+    """Until the window's stream has done all. A peer that does not come is told within twice the time-out,
+    and ends what waits for it; `look` is called meanwhile."""
+    end = time.monotonic() + 2e-9 * timeout_ns + 1
+    while not window.memory.is_idle(window.stream):
+        if time.monotonic() > end:
+            raise AssertionError(f"the device is busy after twice the time-out: {Group.poll_error(group)}")
+        look()
+        time.sleep(_POLL_SECONDS)
+
+
 # ---- one call ----------------------------------------------------------------------------------------------
 
 
@@ -345,8 +358,7 @@ class MirroredGroup(Group):
         self.window = Window.take(device)
         self._found: collections.deque[ErrorInfo] = collections.deque()
         self._symmetric: list[Symmetric] = []
-        # The library lets a device take twice the time-out until it has told; then something is wrong.
-        self._patience = 2e-9 * timeout_ns + 1
+        self._timeout_ns = timeout_ns
         try:
             super().__init__(comm, device=device_name(device), timeout_ns=timeout_ns, **config)
         except BaseException:
@@ -361,13 +373,7 @@ class MirroredGroup(Group):
         return MirroredHandle(self, **settings)
 
     def wait(self) -> None:
-        end = time.monotonic() + self._patience
-        while not self.window.memory.is_idle(self.window.stream):
-            assert time.monotonic() < end, (
-                f"the device is still busy after {self._patience:g} s: {super().poll_error()}"
-            )
-            self._look()
-            time.sleep(_POLL_SECONDS)
+        wait_for(self.window, self, self._timeout_ns, self._look)
 
     def _look(self) -> ErrorInfo | None:
         """What ended the group; findings are kept for poll_error."""

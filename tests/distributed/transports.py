@@ -101,6 +101,10 @@ class Transport:
         """This rank's member of a new group. When another rank fails it is aborted, so that nobody waits."""
         return self.another_group(rank, self.connect(rank), timeout_ns=timeout_ns, **config)
 
+    def join_plainly(self, rank: Rank, *, timeout_ns: int = TIMEOUT_NS, **config: Any) -> Group:
+        """As join, a group whose arrays lie where the library works."""
+        return dataclasses.replace(self, mirrored=False).join(rank, timeout_ns=timeout_ns, **config)
+
     def another_group(
         self, rank: Rank, comm: Communicator, *, timeout_ns: int = TIMEOUT_NS, **config: Any
     ) -> Group:
@@ -110,7 +114,7 @@ class Transport:
                 comm, device=self.device_of(rank), sum_format=self.sum_format, **config
             )
         else:
-            group = Group(comm, **config)
+            group = Group(comm, device=self.device_of(rank), **config)
 
         def abort() -> None:
             with contextlib.suppress(NvteEpError):
