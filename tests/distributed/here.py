@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from nvte_ep import UnsupportedError
 
 from distributed.launcher import Rank
@@ -51,6 +52,12 @@ TRANSPORTS, MISSING = _choose()
 def transports_that(trait: str) -> list[Transport]:
     """Those whose field of this name is true. What holds for the others is told in CHECKLIST.md."""
     return [transport for transport in TRANSPORTS if getattr(transport, trait)]
+
+
+def on_transports_that(trait: str) -> pytest.MarkDecorator:
+    """Runs a test on each of them. Where there is none it is skipped, and the reasons are told."""
+    none = pytest.param(None, marks=pytest.mark.skip(f"no transport under test has {trait}; {MISSING}"))
+    return pytest.mark.parametrize("transport", transports_that(trait) or [none], ids=str)
 
 
 def summary() -> list[str]:

@@ -21,14 +21,14 @@ import pytest
 from distributed import checklist, model
 from distributed.cases import CASES, Case
 from distributed.checks import assert_same_step
-from distributed.here import TRANSPORTS, transports_that
+from distributed.here import TRANSPORTS, on_transports_that, transports_that
 from distributed.launcher import run_processes, run_threads
 from distributed.steps import RNG_STATE, run_step
 from distributed.transports import ALL, THREADS, Transport
 
 Framework = Callable[[str], ModuleType]
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=str)
-where_zero_copy = pytest.mark.parametrize("transport", transports_that("zero_copy"), ids=str)
+where_zero_copy = on_transports_that("zero_copy")
 
 QUANTIZED: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -456,3 +456,27 @@ def test_checklist_names_tests_and_cases_that_exist() -> None:
     for file, test, case in named:
         assert f"def {test}(" in sources[file], f"{file}::{test}"
         assert not case or case in cases, f"{file}::{test}[{case}]"
+
+
+def test_checklist_tells_the_transports_apart_as_the_table_does() -> None:
+    text = (HERE / "CHECKLIST.md").read_text()
+    table = text[text.index("## On which transports") :]
+    rows = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line.startswith("| ")
+    ]
+    (_, *names), *fields = rows
+    assert names == [transport.id for transport in ALL]
+    told = {
+        (field, name): value for field, *values in fields for name, value in zip(names, values, strict=True)
+    }
+    for transport in ALL:
+        for field, *_ in fields:
+            value = getattr(transport, field)
+            expected = ("no", "yes")[value] if isinstance(value, bool) else str(value)
+            if field != "max_ranks" or not transport.on_device:  # NVTE_EP_MAX_RANKS changes it
+                assert told[field, transport.id] == expected, f"{field} of {transport}"
+    assert {field.name for field in dataclasses.fields(Transport) if field.type == "bool"} == {
+        field for field, *_ in fields if field != "max_ranks"
+    } | {"mirrored"}

@@ -10,12 +10,12 @@ import pytest
 from distributed import failures
 from distributed.cases import Case
 from distributed.checks import assert_same_step
-from distributed.here import TRANSPORTS, transports_that
+from distributed.here import TRANSPORTS, on_transports_that
 from distributed.steps import run_step
 from distributed.transports import Transport
 
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=str)
-where_calls_meet = pytest.mark.parametrize("transport", transports_that("calls_meet"), ids=str)
+where_calls_meet = on_transports_that("calls_meet")
 
 CASE = Case("failures", ranks=3, experts=6, tokens=(12, 24, 7), capacity=256)
 PAIR = Case("failures_of_two", ranks=2, experts=6, tokens=(12, 24), capacity=256)
@@ -33,7 +33,7 @@ def test_a_rank_that_never_creates_its_group_is_named(transport: Transport) -> N
     transport.run(3, failures.one_never_creates, transport, CASE, 2)
 
 
-@pytest.mark.parametrize("transport", transports_that("in_processes"), ids=str)
+@on_transports_that("in_processes")
 def test_a_rank_that_is_killed_is_reported(transport: Transport) -> None:
     ends = transport.run(3, failures.one_is_killed, transport, CASE, 1, may_die=[1])
     assert ends == ["survived", None, "survived"]
@@ -94,7 +94,7 @@ def test_ranks_with_different_handles(transport: Transport) -> None:
     transport.run(2, failures.disagree_on_handle_order, transport, PAIR)
 
 
-@pytest.mark.parametrize("transport", transports_that("zero_copy"), ids=str)
+@on_transports_that("zero_copy")
 def test_memory_that_is_not_symmetric(transport: Transport) -> None:
     transport.run(2, failures.disagree_on_place, transport, PAIR)
 

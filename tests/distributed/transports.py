@@ -26,6 +26,9 @@ from distributed.mirror import MirroredGroup
 # Of every wait in the library. A test that fails must not take the library's own 100 s.
 TIMEOUT_NS = 20_000_000_000
 
+# On devices, where more of them only share the same GPUs and links.
+MAX_RANKS = int(os.environ.get("NVTE_EP_MAX_RANKS", "8"))
+
 # Streams of one process share so many queues of a GPU, and ranks that wait for each other must share none.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
@@ -40,7 +43,7 @@ class Transport:
     on_device: bool = True
     in_processes: bool = False
     mirrored: bool = True  # what the tests see are host arrays, and the library works on copies: mirror.py
-    max_ranks: int = 8
+    max_ranks: int = MAX_RANKS
     # Sums of slots are rounded once; else once more for each contributing rank. See checks.check_sum.
     exact_sums: bool = False
     mxfp8_sums: bool = False  # combine and dispatch backward may travel in mxfp8
@@ -165,11 +168,11 @@ def count_gpus() -> int:
 def environment(rank: int) -> dict[str, str]:
     """Of a rank's process."""
     variables = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # for where there are more ranks than GPUs
         "JAX_PLATFORMS": "cpu",
         "OMP_NUM_THREADS": "1",
     }
+    if count_gpus() < MAX_RANKS:  # some share one
+        variables["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     # A framework may load an NCCL of its own, and the first in a process is the one that all use.
     newer = Path(os.environ.get("NCCL_HOME", ""), "lib", "libnccl.so.2")
     if newer.is_absolute() and newer.exists():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of ranks for test_graphs.py: all calls of a step captured once in a CUDA graph, and replayed while
+"""Bodies of ranks for test_capture.py: all calls of a step captured once in a CUDA graph, and replayed while
 the memory that it reads changes: routing, tokens, gradients and the random state."""
 
 from __future__ import annotations

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from distributed import graphs
+from distributed import capture
 from distributed.cases import Case
-from distributed.here import TRANSPORTS
+from distributed.here import on_transports_that
 from distributed.transports import THREADS, Transport
 
-ON_DEVICES = [transport for transport in TRANSPORTS if transport.on_device]
 # Tokens that are routed in each round. All of them first, so that nothing is met for the first time later.
 ROUNDS = [24, 3, 24, 0, 17]
 FORMATS: dict[str, dict[str, Any]] = {
@@ -32,18 +31,18 @@ def cases() -> list[Case]:
     return [*made, Case("error", **tight), Case("drop", overflow="drop", **tight)]
 
 
-@pytest.mark.parametrize("transport", ON_DEVICES, ids=str)
+@on_transports_that("on_device")
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_a_captured_step_is_replayed(transport: Transport, case: Case) -> None:
-    expected = THREADS.run(case.ranks, graphs.on_host, THREADS, case, ROUNDS)
-    got = transport.run(case.ranks, graphs.on_device, transport, case, ROUNDS)
+    expected = THREADS.run(case.ranks, capture.on_host, THREADS, case, ROUNDS)
+    got = transport.run(case.ranks, capture.on_device, transport, case, ROUNDS)
     for rank, (called, replayed) in enumerate(got):
         for index, wanted in enumerate(expected[rank]):
             where = f"rank {rank}, round {index}"
             assert replayed[index] == called[index], f"{where}: a replay is the calls that were captured"
             told, found = replayed[index]
             assert found == wanted[1], where
-            for name in told.keys() - set(graphs.SUMS):
+            for name in told.keys() - set(capture.SUMS):
                 assert told[name] == wanted[0][name], f"{where}: {name}"
     same_tokens = [expected[0][index][0]["grad_rows"] for index in (0, 2)]
     assert same_tokens[0] != same_tokens[1]
