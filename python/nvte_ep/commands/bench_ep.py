@@ -27,7 +27,7 @@ from nvte_ep.commands._checks import Checks
 from nvte_ep.commands._report import Progress, UsageError
 from nvte_ep.commands.bench_codecs import CopyRate, check_files, device_argument
 from nvte_ep.commands.bench_ep_clock import Clock, CudaClock, HostClock, Recorder
-from nvte_ep.commands.bench_ep_data import Data, Operation, Shape, decode_operations, floor, operations
+from nvte_ep.commands.bench_ep_data import Data, Operation, Shape, step_operations, floor, operations
 from nvte_ep.commands.bench_ep_goals import goal
 from nvte_ep.commands.bench_ep_library import Library, Sampling, Side, Work
 from nvte_ep.commands.bench_ep_nccl_ep import NAME as NCCL_EP
@@ -156,13 +156,13 @@ def _shapes(arguments: argparse.Namespace, kind: str, ranks: int) -> list[Shape]
             raise UsageError(f"--experts: must divide evenly over {ranks} ranks, got {shape.experts}")
         if shape.top_k > shape.experts:
             raise UsageError(f"--top-k: at most {shape.experts}, the number of experts, got {shape.top_k}")
-        if shape.alignment < 32 and shape.alignment not in (1, 2, 4, 8, 16):
+        if shape.alignment & (shape.alignment - 1):
             raise UsageError(f"--alignment: powers of two, got {shape.alignment}")
     return list(dict.fromkeys(shapes))
 
 
 def _wanted(shape: Shape, only: str | None) -> list[Operation]:
-    decode = decode_operations() if shape.tokens <= DECODE_TOKENS else []
+    decode = step_operations() if shape.tokens <= DECODE_TOKENS else []
     found = [
         operation
         for operation in [*operations(), *decode]
@@ -177,7 +177,7 @@ def _wanted(shape: Shape, only: str | None) -> list[Operation]:
 def _check(arguments: argparse.Namespace) -> None:
     check_files(arguments)
     if arguments.only is not None:
-        known = [operation.key for operation in [*operations(), *decode_operations()]]
+        known = [operation.key for operation in [*operations(), *step_operations()]]
         for part in (part.strip() for part in arguments.only.split(",")):
             if not any(part in key for key in known):
                 raise UsageError(f"--only: no operation is named like {part!r}; there are {', '.join(known)}")
@@ -282,7 +282,7 @@ class Bench:
         floors = [floor(data, operation, rank) for rank in range(self.ranks.size)]
         rates = self.report.copy_gbps, self.report.link_gbps
         least = max(floors, key=lambda found: found.microseconds(*rates))
-        single = operation.verb == "decode"
+        single = operation.verb == "step"
         moved = least.memory_bytes
         sets = 1 if single else min(self.ranks.gather(self.machine.sets(moved, 2 * moved)))
         cold = not single and self.machine.is_cold(moved, sets)
@@ -327,13 +327,13 @@ class Bench:
             if best is None or figure.spread.median < best.spread.median:
                 best, figure.ways = figure, {} if best is None else best.ways
             best.ways[figure.way] = figure.spread.median
-            if isinstance(side, Library) and operation.verb != "decode" and not self.arguments.no_host:
+            if isinstance(side, Library) and operation.verb != "step" and not self.arguments.no_host:
                 figure.host = self._host(side, work)
             del work
         return best
 
     def _timed(self, side: Side, operation: Operation, work: Work) -> Figure:
-        spread = self.clock.time(work.calls, self.repeats, single=operation.verb == "decode")
+        spread = self.clock.time(work.calls, self.repeats, single=operation.verb == "step")
         return Figure(side.name, spread, work.way)
 
     def _compare(self, side: Side, what: str, work: Work) -> None:

@@ -45,7 +45,7 @@ class Shape:
 class Operation:
     """A row of the report.
 
-    verb: prepare, dispatch, combine, the two backwards, or "decode" for whole steps of a small batch. wire:
+    verb: prepare, dispatch, combine, the two backwards, or "step" for whole steps of a small batch. wire:
     the format that travels. given, receive: what goes in and what comes out of a dispatch.
     """
 
@@ -55,7 +55,7 @@ class Operation:
     receive: str = "decoded"
     columnwise: bool = False
     stochastic: bool = False
-    combine: bool = False  # of decode: the combine too
+    combine: bool = False  # of a step: the combine too
 
     @property
     def key(self) -> str:
@@ -63,8 +63,8 @@ class Operation:
             return "prepare"
         if self.verb in ("combine", "dispatch_backward"):
             return f"{self.verb} {self.wire}"
-        if self.verb == "decode":
-            return f"decode {self.wire} dispatch{' + combine' if self.combine else ''}"
+        if self.verb == "step":
+            return f"step {self.wire} dispatch{' + combine' if self.combine else ''}"
         what = f"{self.receive}{' + columns' if self.columnwise else ''}"
         source = "" if self.given == "tokens" else "packed "
         rounding = " stochastic" if self.stochastic else ""
@@ -73,7 +73,7 @@ class Operation:
     @property
     def sends(self) -> bool:
         """Each token goes to its slots; otherwise slots are summed."""
-        return self.verb in ("dispatch", "combine_backward", "decode")
+        return self.verb in ("dispatch", "combine_backward", "step")
 
 
 def operations() -> list[Operation]:
@@ -100,12 +100,12 @@ def operations() -> list[Operation]:
     return found
 
 
-def decode_operations() -> list[Operation]:
+def step_operations() -> list[Operation]:
     """Whole steps of a small batch, prepare included."""
     return [
-        Operation("decode", "nvfp4", receive="operand"),
-        Operation("decode", "nvfp4", receive="operand", combine=True),
-        Operation("decode", "bf16", receive="decoded", combine=True),
+        Operation("step", "nvfp4", receive="operand"),
+        Operation("step", "nvfp4", receive="operand", combine=True),
+        Operation("step", "bf16", receive="decoded", combine=True),
     ]
 
 
@@ -185,11 +185,12 @@ class Data:
         rng = np.random.default_rng(key)
         values = rng.standard_normal((BLOCK, self.shape.hidden), np.float32)
         values *= np.exp2(rng.integers(-4, 5, (BLOCK, 1))).astype(np.float32)
-        # Not among the first elements, whose signs must survive the formats.
+        # The signs of the first elements must survive every format.
         some = rng.integers(ID_BITS, self.shape.hidden, max(self.shape.hidden // 512, 1))
         values[:, some] *= 64
-        first = values[:, :ID_BITS]
-        first[np.abs(first) < 0.5] = 1
+        first = values[:, :ID_BITS].reshape(BLOCK, -1, 16)
+        least = np.abs(first).max(axis=2, keepdims=True) / 8
+        values[:, :ID_BITS] = np.where(np.abs(first) < least, least, first).reshape(BLOCK, ID_BITS)
         return bf16_bits(values)
 
     def packed(self, rank: int, index: int, wire: str, *, stochastic: bool = False) -> Bytes:

@@ -292,7 +292,7 @@ class Library(Side):
             "combine_backward": self._dispatch,
             "combine": self._combine,
             "dispatch_backward": self._combine,
-            "decode": self._decode,
+            "step": self._step,
         }[operation.verb]
         yield make(operation, sets)
 
@@ -412,7 +412,7 @@ class Library(Side):
 
     # ---- decode: whole steps -----------------------------------------------------------------------------
 
-    def _decode(self, operation: Operation, sets: int) -> Work:
+    def _step(self, operation: Operation, sets: int) -> Work:
         """prepare and dispatch, and combine where asked for: what a step of inference exchanges."""
         handle, shape = self.handle(operation.wire), self.data.shape
         routing = Routing(rows_per_expert=self._new_routing().rows_per_expert)

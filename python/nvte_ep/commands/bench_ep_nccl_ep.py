@@ -281,8 +281,8 @@ class Direct(Side):
 
     def work(self, operation: Operation, sets: int) -> Iterator[Work]:
         """Each way that might be its best, one after the other."""
-        if operation.verb == "decode":
-            yield from self._decode(operation)
+        if operation.verb == "step":
+            yield from self._step(operation)
             return
         sums = operation.verb in ("combine", "dispatch_backward")
         for sms in self.sms or (SUMS_SMS if sums else ROWS_SMS)[self.thorough]:
@@ -448,7 +448,7 @@ class Direct(Side):
 
     # ---- decode ------------------------------------------------------------------------------------------
 
-    def _decode(self, operation: Operation) -> Iterator[Work]:
+    def _step(self, operation: Operation) -> Iterator[Work]:
         low_latency = self.data.shape.tokens <= LOW_LATENCY_TOKENS
         for sms in self.sms or (ROWS_SMS[True] if self.thorough else (() if low_latency else (0,))):
             mode = self.mode(sms)

@@ -200,7 +200,7 @@ def where(report: Report) -> list[str]:
 LEGEND = [
     "us: median time of the slowest rank on the device, 10 to 90 % in brackets; x floor: over the fewest",
     "bytes at the rates above; NCCL EP: called directly, the best of its settings; gain: its time over ours.",
-    "*: small enough to come from the cache. decode: one graph replay of a whole step, prepare included.",
+    "*: small enough to come from the cache. step: one graph replay of a whole step, prepare included.",
 ]
 
 
