@@ -24,9 +24,9 @@ from nvte_ep.commands.bench_ep_data import (
     Floor,
     Operation,
     Shape,
-    step_operations,
     floor,
     operations,
+    step_operations,
 )
 from nvte_ep.commands.bench_ep_goals import goal, host_goal
 from nvte_ep.commands.bench_ep_library import Library, Outputs, Sampling

@@ -27,7 +27,7 @@ from nvte_ep.commands._checks import Checks
 from nvte_ep.commands._report import Progress, UsageError
 from nvte_ep.commands.bench_codecs import CopyRate, check_files, device_argument
 from nvte_ep.commands.bench_ep_clock import Clock, CudaClock, HostClock, Recorder
-from nvte_ep.commands.bench_ep_data import Data, Operation, Shape, step_operations, floor, operations
+from nvte_ep.commands.bench_ep_data import Data, Operation, Shape, floor, operations, step_operations
 from nvte_ep.commands.bench_ep_goals import goal
 from nvte_ep.commands.bench_ep_library import Library, Sampling, Side, Work
 from nvte_ep.commands.bench_ep_nccl_ep import NAME as NCCL_EP

@@ -410,7 +410,7 @@ class Library(Side):
 
         return Work(calls, check)
 
-    # ---- decode: whole steps -----------------------------------------------------------------------------
+    # ---- whole steps ------------------------------------------------------------------------------------
 
     def _step(self, operation: Operation, sets: int) -> Work:
         """prepare and dispatch, and combine where asked for: what a step of inference exchanges."""

@@ -446,7 +446,7 @@ class Direct(Side):
 
         return Work(calls, check, keep=keep)
 
-    # ---- decode ------------------------------------------------------------------------------------------
+    # ---- whole steps -------------------------------------------------------------------------------------
 
     def _step(self, operation: Operation) -> Iterator[Work]:
         low_latency = self.data.shape.tokens <= LOW_LATENCY_TOKENS
