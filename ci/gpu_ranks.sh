@@ -98,11 +98,28 @@ for part in ${parts//,/ }; do
       done
       ;;
     soak)
-      for kind in threads processes; do
-        [[ ,$transports, == *,peer_$kind,* ]] || continue
-        step "soak_peer_$kind" 50 "$python" tests/gpu/soak_peer.py --ranks "$((ranks > 2 ? ranks : 2))" "--$kind" \
-          --seconds 40
+      soak="$out/soak_peer"
+      library="$(realpath "$NVTE_EP_LIBRARY")"
+      step soak_build 60 "${CUDACXX:-nvcc}" -O2 -std=c++17 -arch=native -Iinclude tests/cuda/soak_peer.cu \
+        -Xlinker "$library" -Xlinker "-rpath=$(dirname "$NVTE_EP_LIBRARY")" -o "$soak"
+      [[ -z ${NCCL_HOME:-} ]] || export NVTE_EP_NCCL_LIBRARY="${NVTE_EP_NCCL_LIBRARY:-$NCCL_HOME/lib/libnccl.so.2}"
+      soak=("$soak" --ranks "$((ranks > 2 ? ranks : 2))" --gpus "$gpus" --seconds 30)
+      if [[ ,$transports, == *,peer_threads,* ]]; then
+        step soak_peer_threads 50 "${soak[@]}"
+        step soak_peer_threads_graph 50 "${soak[@]}" --graph
+      fi
+      [[ ,$transports, == *,peer_processes,* ]] || continue
+      if [[ $gpus -lt $ranks || $gpus -eq 1 ]]; then  # they take turns
+        export NCCL_MULTI_RANK_GPU_ENABLE=1
+        soak+=(--iterations 100)
+      fi
+      for memory in windows ipc; do
+        export NVTE_EP_PEER_MEMORY="$memory"
+        step "soak_peer_$memory" 50 "${soak[@]}" --kind processes
+        step "killed_peer_$memory" 50 "${soak[@]}" --kind processes --timeout 2 --kill 1
+        step "stalled_peer_$memory" 50 "${soak[@]}" --kind processes --timeout 2 --stall 1
       done
+      unset NVTE_EP_PEER_MEMORY
       ;;
     bench)
       step bench 110 "$python" -m nvte_ep bench ep --quick --ranks "$ranks" --json "$out/ep.json" \
