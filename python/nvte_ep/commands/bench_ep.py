@@ -28,22 +28,13 @@ from nvte_ep.commands._report import Progress, UsageError
 from nvte_ep.commands.bench_codecs import CopyRate, check_files, device_argument
 from nvte_ep.commands.bench_ep_clock import Clock, CudaClock, HostClock, Recorder
 from nvte_ep.commands.bench_ep_data import Data, Operation, Shape, floor, operations, step_operations
-from nvte_ep.commands.bench_ep_goals import goal
+from nvte_ep.commands.bench_ep_goals import goal, memory_goal
 from nvte_ep.commands.bench_ep_library import Library, Sampling, Side, Work
 from nvte_ep.commands.bench_ep_nccl_ep import NAME as NCCL_EP
 from nvte_ep.commands.bench_ep_nccl_ep import Direct
-from nvte_ep.commands.bench_ep_output import (
-    Figure,
-    HostCall,
-    Report,
-    Row,
-    Section,
-    document,
-    markdown,
-    plot,
-    text,
-)
+from nvte_ep.commands.bench_ep_output import document, markdown, plot, text
 from nvte_ep.commands.bench_ep_ranks import Processes, Ranks, run_threads
+from nvte_ep.commands.bench_ep_report import Figure, HostCall, Report, Row, Section
 from nvte_ep.commands.bench_instead import Frameworks
 from nvte_ep.commands.bench_machine import CudaMachine, HostMachine, Machine, cuda_reason
 from nvte_ep.errors import NvteEpError, Status, UnsupportedError
@@ -243,6 +234,8 @@ class Bench:
             else:
                 sides.append(side)
                 section.memory[name] = side.memory()
+                if name == "peer":
+                    section.memory[name]["goal_bytes"] = memory_goal(data)
         if self.machine.kind == "cuda" and not self.arguments.no_nccl_ep:
             if self.ranks.threads:
                 self._not_run(f"{NCCL_EP} itself: it wants a process for each rank, not threads")

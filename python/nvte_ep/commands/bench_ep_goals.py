@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nvte_ep.commands.bench_ep_data import Operation, Shape
+from nvte_ep.commands.bench_ep_data import Data, Operation, Shape
 
 DEVICE = "H200"
 LARGE_BATCH = 1024  # tokens; overheads are bounded from here on
@@ -65,6 +65,13 @@ def goal(
         return Goal(direct / BOUND_SPEEDUP, f"{BOUND_SPEEDUP:g}x faster than NCCL EP on {num_sms} SMs")
     budget = PEER.get((shape, operation.key), {}).get(ranks)
     return None if budget is None else Goal(budget, "budget")
+
+
+def memory_goal(data: Data) -> int:
+    """Bytes that a group of peer and a handle may hold beside what dispatch hands out: a fifth of that, and
+    twice the rows of all ranks; in BF16."""
+    row = 2 * data.shape.hidden
+    return data.capacity * row // 5 + 2 * data.ranks * data.shape.tokens * row
 
 
 def host_goal(launches: int) -> float:
