@@ -388,8 +388,10 @@ def two_groups_at_once(rank: Rank, transport: Transport, first: Case, second: Ca
     def work(index: int, case: Case) -> None:
         try:
             with groups[index] as group:
-                for _ in range(5):
-                    steps[index] = step_on(rank, open_handle(group, case), case)
+                # All of them live on: a device waits for whatever runs on it before it gives memory back.
+                handles = [open_handle(group, case) for _ in range(5)]
+                for handle in handles:
+                    steps[index] = step_on(rank, handle, case)
         except BaseException as error:
             steps[index] = error
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import nvte_ep
-from nvte_ep import Communicator, Group, NvteEpError, _cuda
+from nvte_ep import Communicator, Group, NvteEpError, UnsupportedError, _cuda
 from nvte_ep._dtypes import CPU, CUDA_TYPE, Device
 
 from distributed.launcher import DEFAULT_TIMEOUT, ProcessPool, Rank, run_threads
@@ -80,7 +80,7 @@ class Transport:
 
     def sum_format(self, format: str) -> str:
         """How sums travel where a case asks for this wire format."""
-        return format if self.mxfp8_sums else "bf16"
+        return "bf16" if format == "mxfp8" and not self.mxfp8_sums else format
 
     # ---- in the ranks ----
 
@@ -178,6 +178,15 @@ def environment(rank: int) -> dict[str, str]:
     if newer.is_absolute() and newer.exists():
         variables["LD_PRELOAD"] = str(newer)
     return variables
+
+
+def why_not_at(rank: Rank, transport: Transport) -> str | None:
+    """Why the library does not make a group of one rank; None: it does."""
+    try:
+        transport.join(rank, num_experts=1, hidden=32, max_tokens_per_rank=1, recv_capacity=128).close()
+    except UnsupportedError as error:
+        return str(error)
+    return None
 
 
 @functools.cache

@@ -231,6 +231,5 @@ def test_peer_threads(setup: Setup) -> None:
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_nccl_processes(setup: Setup) -> None:
     expected = run_threads(setup.ranks, step, setup, "threads", "threads", "cpu")
-    environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     got = run_processes(setup.ranks, step, setup, "nccl", "nccl", "cuda", environment=lambda _: environment)
     compare(setup, expected, got)
