@@ -100,14 +100,20 @@ for part in ${parts//,/ }; do
       done
       ;;
     soak)
-      soak="$build/tests/cuda/soak_peer"
-      for kind in threads processes; do
-        [[ ,$transports, == *,peer_$kind,* ]] || continue
-        step "soak_$kind" 45 "${preload[@]}" "$soak" --kind "$kind" --ranks "$several" --seconds 30
-        step "soak_${kind}_graph" 20 "${preload[@]}" "$soak" --kind "$kind" --ranks "$several" --seconds 10 --graph
+      soak=("${preload[@]}" "$build/tests/cuda/soak_peer" --ranks "$several" --gpus "$gpus" --seconds 30)
+      if [[ ,$transports, == *,peer_threads,* ]]; then
+        step soak_threads 45 "${soak[@]}"
+        step soak_threads_graph 45 "${soak[@]}" --graph
+      fi
+      [[ ,$transports, == *,peer_processes,* ]] || continue
+      [[ $several -le $gpus ]] || soak+=(--iterations 100)  # they take turns on a GPU
+      for memory in windows ipc; do
+        export NVTE_EP_PEER_MEMORY="$memory"
+        step "soak_$memory" 45 "${soak[@]}" --kind processes
+        step "killed_peer_$memory" 30 "${soak[@]}" --kind processes --timeout 2 --kill 1
+        step "stalled_peer_$memory" 30 "${soak[@]}" --kind processes --timeout 2 --stall 1
       done
-      [[ ,$transports, != *,peer_processes,* ]] ||
-        step killed_peer 20 "${preload[@]}" "$soak" --kind processes --ranks "$several" --timeout 2 --kill 1
+      unset NVTE_EP_PEER_MEMORY
       ;;
     bench)
       step bench 110 "${preload[@]}" "$python" -m nvte_ep bench ep --quick --ranks "$ranks" --json "$out/ep.json" \
