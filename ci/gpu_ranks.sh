@@ -11,7 +11,7 @@ usage() {
 usage: ci/gpu_ranks.sh [--ranks N] [--parts PART,...] [--transports NAME,...] [--out DIR] [--again]
   --ranks N      the most ranks of a case of the table, and the ranks of soak and bench
                  (default: the number of GPUs; for the suites at least 4)
-  --parts        of build,suites,soak,bench (default: all)
+  --parts        of build,suites,soak,bench (default: these) and sanitizer
   --transports   of peer_threads,peer_processes,peer_ipc,nccl_ep,nccl (default: all but peer_ipc; one that cannot run is
                  a failure)
   --out DIR      logs and figures (default: $OUT, else build/gpu_ranks)
@@ -36,7 +36,7 @@ while [[ $# -gt 0 ]]; do
   shift
 done
 for part in ${parts//,/ }; do
-  [[ ,build,suites,soak,bench, == *,"$part",* ]] || die "--parts: unknown '$part'"
+  [[ ,build,suites,soak,bench,sanitizer, == *,"$part",* ]] || die "--parts: unknown '$part'"
 done
 gpus="$(nvidia-smi --query-gpu=name --format=csv,noheader | grep -c . || true)"
 [[ $gpus -ge 1 ]] || die "there is no GPU"
@@ -114,6 +114,14 @@ for part in ${parts//,/ }; do
         step "stalled_peer_$memory" 30 "${soak[@]}" --kind processes --timeout 2 --stall 1
       done
       unset NVTE_EP_PEER_MEMORY
+      ;;
+    sanitizer)
+      for tool in memcheck racecheck; do
+        for transport in peer nccl; do
+          step "${tool}_$transport" 90 "$python" -m distributed.programs --ranks 2 compute-sanitizer --tool "$tool" \
+            --error-exitcode 9 --print-limit 20 "$build/tests/cuda/conformance_ranks" "$transport"
+        done
+      done
       ;;
     bench)
       step bench 110 "${preload[@]}" "$python" -m nvte_ep bench ep --quick --ranks "$ranks" --json "$out/ep.json" \

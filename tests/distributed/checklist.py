@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,12 @@ def refused_settings(rank: Rank, transport: Transport) -> list[str]:
         except UnsupportedError:
             refused.append("mxfp8_sums")
     return refused
+
+
+def chosen_by_auto(rank: Rank, transport: Transport) -> str:
+    auto = dataclasses.replace(transport, name="auto")
+    with auto.join(rank, num_experts=2, hidden=64, max_tokens_per_rank=4, recv_capacity=256) as group:
+        return group.info.transport
 
 
 # ---- what travels ------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -46,6 +47,14 @@ while not file.exists():
 
 def test_every_rank_has_its_variables() -> None:
     run_processes(3, run_program, [sys.executable, "-c", WRITES_AND_READS])
+
+
+def test_the_launcher_is_a_command() -> None:
+    begin = [sys.executable, "-m", "distributed.programs", "--ranks", "2", sys.executable, "-c"]
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    for code, expected in ((WRITES_AND_READS, 0), ("raise SystemExit(3)", 1)):
+        ended = subprocess.run([*begin, code], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+        assert ended.returncode == expected, ended.stderr.decode()
 
 
 def test_a_program_that_fails_ends_the_others(capsys: pytest.CaptureFixture[str]) -> None:
