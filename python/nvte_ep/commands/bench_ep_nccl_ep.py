@@ -119,20 +119,21 @@ class Direct(Side):
         self.sms, self.thorough = list(sms), thorough
         self.api = Api()
         self.low_latency_reason = ""
-        identifier = abi.UniqueId()
-        if ranks.rank == 0:
-            self.api.call("ncclGetUniqueId", ctypes.byref(identifier))
-        shared = bytes.fromhex(ranks.broadcast(lambda: bytes(identifier).hex()))
-        ctypes.memmove(ctypes.byref(identifier), shared, len(shared))
+        shared = abi.UniqueId.from_buffer_copy(bytes.fromhex(ranks.broadcast(self._unique_id)))
         self.comm = ctypes.c_void_p()
         machine.use()
-        self.api.call("ncclCommInitRank", ctypes.byref(self.comm), ranks.size, identifier, ranks.rank)
+        self.api.call("ncclCommInitRank", ctypes.byref(self.comm), ranks.size, shared, ranks.rank)
         self._modes: dict[int | str, _Mode] = {}
         topk = [data.topk(ranks.rank, routing) for routing in range(data.routings)]
         self.topk = [machine.filled(idx.shape, "int64", idx) for idx in topk]
         weights = data.weights(ranks.rank)
         self.topk_weights = machine.filled(weights.shape, "float32", weights)
         self.local = data.shape.experts // ranks.size
+
+    def _unique_id(self) -> str:
+        made = abi.UniqueId()
+        self.api.call("ncclGetUniqueId", ctypes.byref(made))
+        return bytes(made).hex()
 
     # ---- groups and handles ------------------------------------------------------------------------------
 
