@@ -596,6 +596,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import pytest
 import test_bench_ep as tests
+from nvte_ep.commands import bench_ep_ranks
 
 patch = pytest.MonkeyPatch()
 tests.patch_device(patch, tests.FakeRuntime(memory_bytes=1 << 33))
@@ -605,7 +606,7 @@ patch.setattr(tests.bench_ep_nccl_ep, "Api", tests.FakeNcclEp)
 def unique_id(kind):
     raise tests.nvte_ep.UnsupportedError(tests.nvte_ep.Status.UNSUPPORTED, "no NCCL")
 
-patch.setattr(tests.bench_ep_ranks, "unique_id", unique_id)
+patch.setattr(bench_ep_ranks, "unique_id", unique_id)
 sys.exit(tests.main(sys.argv[2:]))
 """
 
