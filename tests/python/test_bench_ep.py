@@ -58,6 +58,7 @@ def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_ep, "COPY_BYTES", {"cuda": 1 << 16, "cpu": 1 << 16})
     monkeypatch.setattr(bench_machine, "_host_cache_bytes", lambda: 1 << 14)
     monkeypatch.setattr(HostMachine, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(CudaClock, "FILLER_BYTES", 1 << 12)
 
 
 @pytest.fixture

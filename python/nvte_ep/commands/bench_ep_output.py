@@ -184,10 +184,11 @@ def _host_rows(section: Section) -> Iterator[list[str]]:
                 "" if host.c is None else f"{host.python - host.c:.1f}",
                 str(host.launches),
                 f"{host_goal(host.launches):.1f}",
+                "" if host.c is None else _VERDICT[host.passed],
             ]
 
 
-HOST_COLUMNS = ["host time of a call", "side", "Python us", "C us", "over C us", "launches", "C goal us"]
+HOST_COLUMNS = ["host time of a call", "side", "Python us", "C us", "over C us", "launches", "C goal us", ""]
 
 
 def _memory_lines(section: Section) -> list[str]:

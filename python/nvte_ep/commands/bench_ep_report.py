@@ -7,7 +7,7 @@ from typing import Any
 
 from nvte_ep.commands.bench_ep_clock import Spread
 from nvte_ep.commands.bench_ep_data import Floor, Operation, Shape
-from nvte_ep.commands.bench_ep_goals import Goal
+from nvte_ep.commands.bench_ep_goals import PYTHON_CALL, Goal, host_goal
 
 
 @dataclass
@@ -17,6 +17,13 @@ class HostCall:
     python: float
     c: float | None  # the same call through ctypes, with its arguments made before
     launches: int  # what it puts on the device
+
+    @property
+    def passed(self) -> bool:
+        """Both the call in C and what Python adds to it."""
+        if self.c is None:
+            return False
+        return self.c <= host_goal(self.launches) and self.python - self.c <= PYTHON_CALL
 
 
 @dataclass
