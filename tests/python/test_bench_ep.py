@@ -20,6 +20,7 @@ from nvte_ep.commands import (
     _nccl_ep_abi,
     _probe,
     bench_ep,
+    bench_ep_nccl,
     bench_ep_nccl_ep,
     bench_machine,
     main,
@@ -371,7 +372,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
 @pytest.fixture
 def nccl_ep(monkeypatch: pytest.MonkeyPatch) -> FakeNcclEp:
     api = FakeNcclEp()
-    monkeypatch.setattr(bench_ep_nccl_ep, "Api", lambda: api)
+    monkeypatch.setattr(bench_ep_nccl_ep, "NcclEpApi", lambda: api)
     return api
 
 
@@ -458,6 +459,28 @@ def test_nccl_ep_that_fails_is_told(
     assert list(answer["shapes"][0]["operations"][1]["figures"]) == ["threads"]
 
 
+def test_plain_nccl(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rank 0 of two, with an NCCL that does nothing: what it is asked for, and that the check sees it."""
+    api = FakeNcclEp()
+    monkeypatch.setattr(bench_ep_nccl, "NcclApi", lambda: api)
+    monkeypatch.setattr(bench_ep_nccl, "new_comm", lambda *_: ctypes.c_void_p(1))
+    ranks = Processes(Job(0, 2, tmp_path))
+    data = Data(TINY, 2)
+    side = bench_ep_nccl.SendReceive(ranks, CudaMachine(), data, Sampling())
+    packed = Operation("dispatch", "nvfp4", given="packed", receive="rows")
+    assert list(side.work(Operation("combine"), 1)) == []
+    assert list(side.work(Operation("dispatch", "nvfp4", receive="rows"), 1)) == []
+    (work,) = side.work(packed, 2)
+    work.calls[0]()
+    assert api.made == ["ncclGroupStart", "ncclSend", "ncclRecv", "ncclGroupEnd"]
+    checks = Checks("here")
+    work.check(checks)
+    assert len(checks.failed) == 2
+    (work,) = side.work(Operation("dispatch"), 1)
+    side.close()
+    assert api.made[-1] == "ncclCommDestroy"
+
+
 def test_structs_are_those_of_the_header() -> None:
     for struct, nbytes in _nccl_ep_abi.SIZES.items():
         assert ctypes.sizeof(struct) == nbytes, struct.__name__
@@ -511,6 +534,9 @@ def test_goals() -> None:
     overhead = goal("nccl_ep", LAYER, dispatch, 2, "any", 0, 600.0)
     assert overhead is not None
     assert overhead.microseconds == pytest.approx(618)
+    plain = goal("nccl", LAYER, dispatch, 2, "any", 0, None, 100.0)
+    assert plain is not None
+    assert plain.microseconds == pytest.approx(110)
     bound = goal("peer", LAYER, dispatch, 2, "NVIDIA H200", 24, 600.0)
     assert bound is not None
     assert bound.microseconds == 300
@@ -602,7 +628,7 @@ from nvte_ep.commands import bench_ep_ranks
 patch = pytest.MonkeyPatch()
 tests.patch_device(patch, tests.FakeRuntime(memory_bytes=1 << 33))
 patch.setattr(tests.bench_ep, "COPY_BYTES", {"cuda": 1 << 16, "cpu": 1 << 16})
-patch.setattr(tests.bench_ep_nccl_ep, "Api", tests.FakeNcclEp)
+patch.setattr(tests.bench_ep_nccl_ep, "NcclEpApi", tests.FakeNcclEp)
 
 def unique_id(kind):
     raise tests.nvte_ep.UnsupportedError(tests.nvte_ep.Status.UNSUPPORTED, "no NCCL")

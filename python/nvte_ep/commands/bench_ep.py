@@ -30,6 +30,8 @@ from nvte_ep.commands.bench_ep_clock import Clock, CudaClock, HostClock, Recorde
 from nvte_ep.commands.bench_ep_data import Data, Operation, Shape, floor, operations, step_operations
 from nvte_ep.commands.bench_ep_goals import goal, memory_goal
 from nvte_ep.commands.bench_ep_library import Library, Sampling, Side, Work
+from nvte_ep.commands.bench_ep_nccl import NAME as NCCL
+from nvte_ep.commands.bench_ep_nccl import SendReceive
 from nvte_ep.commands.bench_ep_nccl_ep import NAME as NCCL_EP
 from nvte_ep.commands.bench_ep_nccl_ep import Direct
 from nvte_ep.commands.bench_ep_output import document, markdown, plot, text
@@ -246,6 +248,12 @@ class Bench:
                 else:
                     sides.append(direct)
                     self.report.software |= direct.api.versions()
+        if any(side.name == "nccl" for side in sides) and self.ranks.size > 1:
+            plain, reason = self.together(NCCL, lambda: self._plain(data))
+            if plain is None:
+                self._not_run(f"{NCCL}, {section.shape.name}: {reason}")
+            else:
+                sides.append(plain)
         self.report.sides += [side.name for side in sides if side.name not in self.report.sides]
         return sides
 
@@ -264,6 +272,10 @@ class Bench:
         given = [self.arguments.num_sms] if self.arguments.num_sms else []
         sms = _numbers("nccl-ep-sms", self.arguments.nccl_ep_sms, given, 0)
         return Direct(self.ranks, self.machine, data, self.sampling, sms, thorough=not self.arguments.quick)
+
+    def _plain(self, data: Data) -> SendReceive:
+        assert isinstance(self.machine, CudaMachine)
+        return SendReceive(self.ranks, self.machine, data, self.sampling)
 
     def _not_run(self, line: str) -> None:
         if line not in self.report.not_run:
@@ -285,7 +297,7 @@ class Bench:
             figure = self._figure(side, operation, sets, section.shape)
             if figure is not None:
                 row.figures[side.name] = figure
-        direct = row.figures.get(NCCL_EP)
+        medians = {name: figure.spread.median for name, figure in row.figures.items()}
         for figure in row.figures.values():
             if not self.report.shared_device:
                 figure.goal = goal(
@@ -295,7 +307,8 @@ class Bench:
                     self.ranks.size,
                     str(self.report.device["name"]),
                     self.arguments.num_sms,
-                    None if direct is None else direct.spread.median,
+                    medians.get(NCCL_EP),
+                    medians.get(NCCL),
                 )
         if self.arguments.json is not None and self.ranks.rank == 0:
             self.arguments.json.write_text(dump(self.report))
@@ -335,13 +348,13 @@ class Bench:
         for passed, nbytes, failed in self.ranks.gather([checks.passed, checks.nbytes, checks.failed]):
             self.report.passed += passed
             self.report.compared_bytes += nbytes
-            if side.name == NCCL_EP:  # another project's: told, but no failure of ours
+            if side.name in (NCCL_EP, NCCL):  # another project's: told, but no failure of ours
                 self.report.notes += failed[:1]
             else:
                 self.report.failed += failed
 
     def _failed(self, side: Side, reason: str) -> None:
-        if side.name == NCCL_EP:
+        if side.name in (NCCL_EP, NCCL):
             self._not_run(reason)
         else:
             self.report.failed.append(reason)
