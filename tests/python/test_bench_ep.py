@@ -429,14 +429,29 @@ def test_nccl_ep_beside_it(
     assert nccl_ep.made[-1] == "ncclCommDestroy"
 
 
+def test_quick_spares_compilations(
+    runtime: FakeRuntime, nccl_ep: FakeNcclEp, measured: Callable[..., dict[str, Any]]
+) -> None:
+    answer = measured("--quick", "--only", "dispatch bf16 ->,backward bf16,step", base=ON_DEVICE)
+    by_name = {entry["operation"]: entry["figures"] for entry in answer["shapes"][0]["operations"]}
+    assert {name for name, figures in by_name.items() if "NCCL EP" in figures} == {
+        operation.key for operation in step_operations()
+    }
+    answer = measured(
+        "--quick", "--only", "dispatch bf16 ->,backward bf16", "--tokens", "600", base=ON_DEVICE
+    )
+    by_name = {entry["operation"]: entry["figures"] for entry in answer["shapes"][0]["operations"]}
+    assert {name for name, figures in by_name.items() if "NCCL EP" in figures} == {"dispatch bf16 -> decoded"}
+
+
 def test_the_same_multiprocessors_for_all(
     runtime: FakeRuntime, nccl_ep: FakeNcclEp, measured: Callable[..., dict[str, Any]]
 ) -> None:
-    answer = measured("--quick", "--num-sms", "24", "--only", "packed -> rows", base=ON_DEVICE)
+    answer = measured("--num-sms", "24", "--only", "packed -> rows", base=ON_DEVICE)
     assert answer["ranks"]["num_sms"] == 24
     assert answer["not_run"] == [] or "num_sms" in answer["not_run"][0]
     ways = answer["shapes"][0]["operations"][0]["figures"]["NCCL EP"]["ways"]
-    assert list(ways) == ["24 SMs, rows as BF16"]
+    assert set(ways) == {"24 SMs, rows as BF16", "24 SMs, codes and scales apart"}
 
 
 def test_nccl_ep_that_fails_is_told(
@@ -453,7 +468,7 @@ def test_nccl_ep_that_fails_is_told(
         real(name, *arguments)
 
     monkeypatch.setattr(nccl_ep, "call", call)
-    answer = measured("--quick", "--only", "combine bf16,prepare", base=ON_DEVICE)
+    answer = measured("--only", "combine bf16,prepare", base=ON_DEVICE)
     assert answer["ok"]
     assert [line for line in answer["not_run"] if "ncclEpCombine: internal error" in line]
     assert list(answer["shapes"][0]["operations"][1]["figures"]) == ["threads"]
@@ -646,7 +661,7 @@ def test_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     command = [sys.executable, str(script), str(Path(__file__).resolve().parent)]
     only = ["--only", "prepare,dispatch bf16 ->,combine bf16,step", "--json", str(file)]
-    command += ["bench", "ep", "--device", "cuda", "--transports", "nccl", "--quick", *SHAPE, *only]
+    command += ["bench", "ep", "--device", "cuda", "--transports", "nccl", *SHAPE, *only]
     environment = {"PYTHONPATH": str(Path(nvte_ep.__file__).resolve().parents[1])}
     assert job.launch(command, 2, environment=environment) == 0
     printed = capfd.readouterr().out
