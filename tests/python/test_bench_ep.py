@@ -200,6 +200,13 @@ def test_markdown(measured: Callable[..., dict[str, Any]], tmp_path: Path) -> No
     assert all(row.count(" | ") == rows[0].count(" | ") for row in rows)
 
 
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    file = tmp_path / "times.png"
+    assert main([*SMALL, "--only", "prepare,combine", "--tokens", "8,40", "--plot", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
