@@ -103,10 +103,11 @@ for part in ${parts//,/ }; do
       step soak_build 60 "${CUDACXX:-nvcc}" -O2 -std=c++17 -arch=native -Iinclude tests/cuda/soak_peer.cu \
         -Xlinker "$library" -Xlinker "-rpath=$(dirname "$NVTE_EP_LIBRARY")" -o "$soak"
       [[ -z ${NCCL_HOME:-} ]] || export NVTE_EP_NCCL_LIBRARY="${NVTE_EP_NCCL_LIBRARY:-$NCCL_HOME/lib/libnccl.so.2}"
-      soak=("$soak" --ranks "$((ranks > 2 ? ranks : 2))" --gpus "$gpus" --seconds 30)
+      soak=("$soak" --ranks "$((ranks > 2 ? ranks : 2))" --gpus "$gpus")
       if [[ ,$transports, == *,peer_threads,* ]]; then
-        step soak_peer_threads 50 "${soak[@]}"
-        step soak_peer_threads_graph 50 "${soak[@]}" --graph
+        step soak_peer_threads 60 "${soak[@]}" --passes 45
+        step soak_peer_threads_graph 60 "${soak[@]}" --passes 50 --graph
+        step soak_peer_threads_groups 30 "${soak[@]}" --passes 5 --groups 3
       fi
       [[ ,$transports, == *,peer_processes,* ]] || continue
       if [[ $gpus -lt $ranks || $gpus -eq 1 ]]; then  # they take turns
@@ -115,7 +116,7 @@ for part in ${parts//,/ }; do
       fi
       for memory in windows ipc; do
         export NVTE_EP_PEER_MEMORY="$memory"
-        step "soak_peer_$memory" 50 "${soak[@]}" --kind processes
+        step "soak_peer_$memory" 50 "${soak[@]}" --kind processes --seconds 20
         step "killed_peer_$memory" 50 "${soak[@]}" --kind processes --timeout 2 --kill 1
         step "stalled_peer_$memory" 50 "${soak[@]}" --kind processes --timeout 2 --stall 1
       done
