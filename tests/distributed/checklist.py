@@ -407,8 +407,8 @@ def two_groups_at_once(rank: Rank, transport: Transport, first: Case, second: Ca
             thread.start()
         for thread in threads:
             thread.join()
-        # Handles and groups end after the last step of both: where ranks share a GPU, giving memory back waits
-        # for the steps of all of them.
+        # Handles and groups end after the last step of both: where ranks share a GPU, giving memory back
+        # waits for the steps of all of them.
         done = []
         for step in steps:
             if isinstance(step, BaseException):
