@@ -129,7 +129,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys; from distributed import plain_bodies; from distributed.launcher import run_processes; "
     )
-    code += "run_processes(2, plain_bodies.beat, sys.argv[1])"
+    code += "launcher.run_processes(2, bodies.beat, sys.argv[1])"
     path = os.pathsep.join(entry for entry in sys.path if entry)
     launcher = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], env={**os.environ, "PYTHONPATH": path}
