@@ -126,9 +126,7 @@ def test_a_failure_ends_the_processes_and_the_next_job_has_new_ones(
 
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
     beats = [tmp_path / f"beat-{rank}" for rank in range(2)]
-    code = (
-        "import sys; from distributed import plain_bodies; from distributed.launcher import run_processes; "
-    )
+    code = "import sys; from distributed import launcher, plain_bodies as bodies; "
     code += "launcher.run_processes(2, bodies.beat, sys.argv[1])"
     path = os.pathsep.join(entry for entry in sys.path if entry)
     launcher = subprocess.Popen(
