@@ -9,7 +9,7 @@
 #include <mutex>
 
 #include "backends/cuda/device_guard.h"
-#include "backends/cuda/launch_kernel.h"
+#include "backends/cuda/launch.h"
 
 namespace nvte_ep {
 namespace {
