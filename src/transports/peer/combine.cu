@@ -13,9 +13,18 @@ using namespace nvte_ep::device;  // NOLINT
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kSlotsInFlight = 8;
+#ifndef PEER_SLOTS
+#define PEER_SLOTS 8
+#endif
+constexpr int kSlotsInFlight = PEER_SLOTS;
 constexpr int kRanksInFlight = 4;
-constexpr int kStretch = 4;  // chunks that a lane sums, one after the other
+#ifndef PEER_STRETCH
+#define PEER_STRETCH 4
+#endif
+#ifndef PEER_SUM_BLOCKS
+#define PEER_SUM_BLOCKS 2
+#endif
+constexpr int kStretch = PEER_STRETCH;  // chunks that a lane sums, one after the other
 
 __host__ __device__ constexpr int elements_per_chunk(int token_bytes) { return 16 / token_bytes; }
 // Codes | scales of the pass's columns.
@@ -217,7 +226,7 @@ __device__ __forceinline__ void gather_values(const CombineArguments& c, uint32_
 }
 
 template <typename Token, bool kMxfp8>
-__global__ void __launch_bounds__(kThreads) sum_rows(const Work w) {
+__global__ void __launch_bounds__(kThreads, PEER_SUM_BLOCKS) sum_rows(const Work w) {
   using E = Elements<Token>;
   const CombineArguments& c = w.c;
   const RouteMaps& m = c.maps;

@@ -20,12 +20,22 @@ using namespace nvte_ep::device;  // NOLINT
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kDepth = 8;  // chunks of a piece that a lane holds
+#ifndef PEER_DEPTH
+#define PEER_DEPTH 4
+#endif
+#ifndef PEER_BLOCKS
+#define PEER_BLOCKS 4
+#endif
+constexpr int kDepth = PEER_DEPTH;  // chunks of a piece that a lane holds
 constexpr int kPieceChunks = kDepth * kWarp;
 constexpr int kMostPublishBlocks = 1024;
 
 __device__ __forceinline__ uint4 load_once(const void* from) {
+#ifdef PEER_LDCG
+  return __ldcg(static_cast<const uint4*>(from));
+#else
   return __ldcs(static_cast<const uint4*>(from));
+#endif
 }
 __device__ __forceinline__ void store_once(void* to, const uint4& v) { __stcs(static_cast<uint4*>(to), v); }
 
@@ -199,6 +209,36 @@ __device__ __forceinline__ void deliver_piece(const DeliverArguments& a, uint32_
   }
 }
 
+#ifdef PEER_BY_SLOT
+template <typename Form>
+__device__ __forceinline__ void deliver_slot(const DeliverArguments& a, uint32_t now, int64_t item) {
+  const RouteMaps& m = a.maps;
+  const int piece = static_cast<int>(item % a.pieces);
+  const int64_t slot = item / a.pieces;
+  if (slot >= m.totals[0] || a.out == nullptr) return;
+  const int64_t source = m.slot_source[slot];
+  const uint8_t* row =
+      source < 0 ? nullptr : row_of(a.pools, a.rows, static_cast<int32_t>(source >> 32), source & 0xFFFFFFFF, now);
+  const int first = piece * kPieceChunks + lane_id();
+  uint4 v[kDepth];
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d) {
+    if (first + d * kWarp >= a.chunks) continue;
+    v[d] = make_uint4(0, 0, 0, 0);
+    if (row != nullptr) {
+      Form form(a, row);
+      form.fetch(first + d * kWarp);
+      v[d] = form.bytes();
+    }
+  }
+  uint8_t* out = a.out + slot * a.out_stride;
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d) {
+    if (first + d * kWarp < a.chunks) store_once(out + (first + d * kWarp) * int64_t{16}, v[d]);
+  }
+}
+#endif
+
 // A warp: a slot of padding.
 __device__ __forceinline__ void clear_pad(const DeliverArguments& a, int64_t item) {
   const RouteMaps& m = a.maps;
@@ -344,7 +384,8 @@ __device__ void read_gifts(const DeliverArguments& a, uint32_t now, bool* gives)
 struct NoScales {};
 
 template <typename Form, typename Scales>
-__global__ void __launch_bounds__(kThreads, 4) deliver(const DeliverArguments a) {
+__global__ void __launch_bounds__(kThreads, std::is_same_v<Scales, NoScales> ? 4 : PEER_BLOCKS)
+    deliver(const DeliverArguments a) {
   extern __shared__ bool gives[];  // [size], where weights are wanted
   const uint32_t now = *a.pools.epoch;
   if (a.out_weights != nullptr) read_gifts(a, now, gives);
@@ -362,7 +403,11 @@ __global__ void __launch_bounds__(kThreads, 4) deliver(const DeliverArguments a)
         __syncthreads();
       }
     } else if (block < a.band_blocks + a.copy_blocks) {
+#ifdef PEER_BY_SLOT
+      deliver_slot<Form>(a, now, (block - a.band_blocks) * kWarps + warp_id());
+#else
       deliver_piece<Form>(a, now, gives, (block - a.band_blocks) * kWarps + warp_id());
+#endif
     } else {
       clear_pad(a, (block - a.band_blocks - a.copy_blocks) * kWarps + warp_id());
     }
@@ -376,7 +421,12 @@ Status launch(DeliverArguments a, const LaunchContext& context) {
   a.pieces = a.out == nullptr ? 1 : static_cast<int32_t>((a.chunks + kPieceChunks - 1) / kPieceChunks);
   a.band_blocks = std::is_same_v<Scales, NoScales> || a.operand.scales == nullptr ? 0 : a.operand.bands;
   a.copy_blocks = moves ? (static_cast<int64_t>(m.tokens) * m.size * a.pieces + kWarps - 1) / kWarps : 0;
+#ifdef PEER_BY_SLOT
+  a.copy_blocks = (m.capacity * a.pieces + kWarps - 1) / kWarps;
+  const int64_t pads = 0;
+#else
   const int64_t pads = moves ? m.local_experts() * (m.alignment - 1) : 0;
+#endif
   a.blocks = a.band_blocks + a.copy_blocks + (pads + kWarps - 1) / kWarps;
   LaunchShape shape;
   shape.threads = kThreads;
