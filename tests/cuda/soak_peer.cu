@@ -565,6 +565,7 @@ int run_rank(const Options& o, Shared* shared, int rank) {
       run.close();
       printf("rank %d: destroyed, %.3f s after the kill\n", rank,
              static_cast<double>(now_ns() - shared->killed_at_ns) * 1e-9);
+      fflush(stdout);
       return shared->failed ? 1 : 0;
     }
     if (!barrier(o, shared, &rounds)) give_up("rank %d: a rank is gone", rank);
