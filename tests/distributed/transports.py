@@ -146,8 +146,8 @@ THREADS_MIRRORED = dataclasses.replace(THREADS, id="threads_mirrored", mirrored=
 _PROCESSES: dict[str, Any] = {"in_processes": True, "examples": 10, "alignments": (1, 32, 128)}
 ALL = [
     THREADS,
-    Transport("peer_threads", "peer", "threads"),
-    Transport("peer_processes", "peer", "nccl", **_PROCESSES),
+    Transport("peer_threads", "peer", "threads", mxfp8_sums=True),
+    Transport("peer_processes", "peer", "nccl", **_PROCESSES, mxfp8_sums=True),
     Transport("nccl_ep", "nccl_ep", "nccl", **_PROCESSES, names_culprit=False),
     Transport("nccl", "nccl", "nccl", **_PROCESSES, names_culprit=False),
 ]

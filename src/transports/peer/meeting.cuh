@@ -21,7 +21,8 @@ __device__ __forceinline__ int64_t now_ns() {
 }
 
 // Waits until the peer has come to the meeting, the time-out at most. False: it did not, or the group has ended.
-__device__ __forceinline__ bool wait_for(const Meeting& m, int32_t peer, uint32_t epoch, int64_t start) {
+__device__ __forceinline__ bool wait_for(const Meeting& m, int32_t peer, uint32_t epoch, int64_t start,
+                                         int* reported) {
   volatile MeetingReport* report = m.report;
   const uint32_t* arrival = &m.arrivals[m.rank][peer];
   for (int spin = 0; static_cast<int32_t>(load_acquire(arrival) - epoch) < 0; ++spin) {
@@ -29,10 +30,13 @@ __device__ __forceinline__ bool wait_for(const Meeting& m, int32_t peer, uint32_
     const int32_t ended = *static_cast<volatile const int32_t*>(m.ended);
     const bool late = now_ns() - start > m.timeout_ns;
     if (ended == 0 && !late && report->status == 0) continue;
-    if (ended != 0 || late) {
+    if ((ended != 0 || late) && atomicExch(reported, 1) == 0) {
       report->rank = ended != 0 ? ended - 1 : peer;
       __threadfence_system();
       report->status = ended != 0 ? NVTE_EP_STATUS_PEER_FAILED : NVTE_EP_STATUS_TIMEOUT;
+      if (ended == 0) {  // the others need not find out for themselves
+        for (int32_t r = 0; r < m.size; ++r) *static_cast<volatile int32_t*>(m.ended_words[r]) = peer + 1;
+      }
     }
     return false;
   }
@@ -44,8 +48,12 @@ __device__ __forceinline__ bool wait_for(const Meeting& m, int32_t peer, uint32_
 // later meeting returns at once.
 __device__ __forceinline__ void meet(const Meeting& m) {
   __shared__ uint32_t epoch;
+  __shared__ int reported;
   __syncthreads();
-  if (threadIdx.x == 0) epoch = *m.epoch + 1;
+  if (threadIdx.x == 0) {
+    epoch = *m.epoch + 1;
+    reported = 0;
+  }
   __syncthreads();
   if (static_cast<volatile MeetingReport*>(m.report)->status == 0) {
     const int64_t start = now_ns();
@@ -55,7 +63,7 @@ __device__ __forceinline__ void meet(const Meeting& m) {
     }
     for (int32_t peer = static_cast<int32_t>(threadIdx.x); peer < m.size;
          peer += static_cast<int32_t>(blockDim.x)) {
-      if (!wait_for(m, peer, epoch, start)) break;
+      if (!wait_for(m, peer, epoch, start, &reported)) break;
     }
   }
   // Maxima are gathered with atomics, from zero: the copy that the next exchange writes, which no peer reads any more.

@@ -65,6 +65,7 @@ Status PeerGroup::open(Communicator* comm) {
   meeting_.timeout_ns = settings_.timeout_ns;
   meeting_.report = memory_->report();
   meeting_.ended = memory_->ended();
+  meeting_.ended_words = memory_->ended_words();
   meeting_.maxima = reinterpret_cast<uint32_t*>(pools_.own + layout_.exponents.area.offset);
   meeting_.maxima_distance = layout_.exponents.area.bytes / 4;
   meeting_.num_maxima = settings_.num_experts;

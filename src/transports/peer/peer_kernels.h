@@ -21,7 +21,8 @@ struct Meeting {
   uint32_t* epoch;  // [1] meetings of this rank so far
   int64_t timeout_ns;
   MeetingReport* report;
-  const int32_t* ended;  // [1] rank + 1 of the one that ended the group; 0: nobody
+  const int32_t* ended;         // [1] rank + 1 of the one that ended the group; 0: nobody
+  int32_t* const* ended_words;  // [size] the same of every rank: who gives up tells all
   // This rank's area that starts from zero in every exchange.
   uint32_t* maxima;
   int64_t maxima_distance;  // words from one copy to the other
