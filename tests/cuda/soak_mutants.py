@@ -4,8 +4,8 @@
 
     python3 tests/cuda/soak_mutants.py BUILD [--build-only | --run-only] [SOAK_ARGUMENT...]
 
-BUILD holds a finished build of nvte_ep and soak_peer with Ninja. One file of each mutant is compiled again,
-and all is linked into BUILD/mutants/NAME.
+BUILD holds a finished build of nvte_ep and soak_peer with Ninja. What a mutant changes is compiled again, and
+all is linked into BUILD/mutants/NAME.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,32 +21,32 @@ ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = "src/libnvte_ep.so"
 
 
+PEER = "src/transports/peer"
+
+
 @dataclass(frozen=True)
-class Mutant:
-    name: str
-    source: str
+class Edit:
+    source: str  # of PEER
     old: str
     new: str
 
 
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    edits: tuple[Edit, ...]
+
+
+ARRIVAL = "(load_acquire(arrival) - epoch) < 0; ++spin"
 MUTANTS = (
-    Mutant(
-        "nobody_waits",
-        "src/transports/peer/peer_kernels.cu",
-        "(load_acquire(arrival) - epoch) < 0; ++spin",
-        "(load_acquire(arrival) - epoch) < -(1 << 30); ++spin",
-    ),
-    Mutant(
-        "waits_for_the_meeting_before",
-        "src/transports/peer/peer_kernels.cu",
-        "(load_acquire(arrival) - epoch) < 0; ++spin",
-        "(load_acquire(arrival) - epoch) < -1; ++spin",
-    ),
+    Mutant("nobody_waits", (Edit("meeting.cuh", ARRIVAL, ARRIVAL.replace("< 0", "< -(1 << 30)")),)),
+    Mutant("waits_for_the_meeting_before", (Edit("meeting.cuh", ARRIVAL, ARRIVAL.replace("< 0", "< -1")),)),
     Mutant(
         "overwrites_what_peers_read",
-        "src/transports/peer/peer.cc",
-        "if (!open_) NVTE_EP_TRY(meet(stream));",
-        "(void)stream;",
+        (
+            Edit("pools.h", "return now & 1u;", "return now & 0u;"),
+            Edit("peer_handle.cc", "packed.flip_bytes = rows->outbox.bytes;", "packed.flip_bytes = 0;"),
+        ),
     ),
 )
 
@@ -60,24 +61,36 @@ def commands(build: Path, target: str) -> list[str]:
 
 
 def build_mutant(build: Path, mutant: Mutant) -> Path:
-    source = ROOT / mutant.source
-    text = source.read_text()
-    if text.count(mutant.old) != 1:
-        raise SystemExit(f"{mutant.name}: {mutant.source} has {text.count(mutant.old)} times {mutant.old!r}")
+    """Headers that the mutant changes lie before the true ones, and all kernels are compiled with them."""
     folder = build / "mutants" / mutant.name
-    folder.mkdir(parents=True, exist_ok=True)
-    changed = folder / source.name
-    changed.write_text(text.replace(mutant.old, mutant.new))
-    inside = f"src/CMakeFiles/nvte_ep_objects.dir/{mutant.source.removeprefix('src/')}.o"
-    mine = folder / "mutant.o"
-    compiled = next(line for line in commands(build, inside) if f"-o {inside}" in line)
-    compiled = compiled.replace(f"-o {inside}", f"-o {mine}").replace(f"{inside}.d", f"{mine}.d")
-    subprocess.run(compiled.replace(str(source), str(changed)), shell=True, cwd=build, check=True)
+    changed = folder / "include" / PEER.removeprefix("src/")
+    changed.mkdir(parents=True, exist_ok=True)
+    for edit in mutant.edits:
+        text = (ROOT / PEER / edit.source).read_text()
+        if text.count(edit.old) != 1:
+            raise SystemExit(f"{mutant.name}: {edit.source} has {text.count(edit.old)} times {edit.old!r}")
+        (changed / edit.source).write_text(text.replace(edit.old, edit.new))
+    compiled = {path.name for path in (ROOT / PEER).glob("*.cu")}
+    compiled |= {edit.source for edit in mutant.edits if edit.source.endswith(".cc")}
     link = next(line for line in commands(build, LIBRARY) if " -shared " in line)
+
+    def compile_source(name: str) -> tuple[str, Path]:
+        inside = f"src/CMakeFiles/nvte_ep_objects.dir/{PEER.removeprefix('src/')}/{name}.o"
+        mine = folder / f"{name}.o"
+        line = next(line for line in commands(build, inside) if f"-o {inside}" in line)
+        line = line.replace(f"-o {inside}", f"-o {mine}").replace(f"{inside}.d", f"{mine}.d")
+        line = line.replace(f"-I{ROOT}/src ", f"-I{folder}/include -I{ROOT}/src ", 1)
+        if (changed / name).exists():
+            line = line.replace(str(ROOT / PEER / name), str(changed / name))
+        subprocess.run(line, shell=True, cwd=build, check=True)
+        return inside, mine
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for inside, mine in pool.map(compile_source, sorted(compiled)):
+            link = link.replace(inside, str(mine))
     output = next(word for word in link.split() if word.startswith(LIBRARY))
     library = folder / "libnvte_ep.so.1"
-    link = link.replace(f"-o {output}", f"-o {library}").replace(inside, str(mine))
-    subprocess.run(link, shell=True, cwd=build, check=True)
+    subprocess.run(link.replace(f"-o {output}", f"-o {library}"), shell=True, cwd=build, check=True)
     return library
 
 
