@@ -36,16 +36,17 @@ struct Pools {
   int32_t rank = 0;
   int32_t size = 0;
 
+  static NVTE_EP_HD uint32_t copy_to_write(uint32_t now) { return now & 1u; }
   // now: *epoch before the meeting.
   template <typename T>
   NVTE_EP_HD T* to_write(const Area& area, uint32_t now) const {
-    return reinterpret_cast<T*>(own + area.offset + (now & 1u) * area.bytes);
+    return reinterpret_cast<T*>(own + area.offset + copy_to_write(now) * area.bytes);
   }
   // now: *epoch after the meeting.
   template <typename T>
   NVTE_EP_HD const T* to_read(const Area& area, int32_t peer, uint32_t now) const {
     return reinterpret_cast<const T*>((peer == rank ? own : base[peer]) + area.offset +
-                                      ((now & 1u) ^ 1u) * area.bytes);
+                                      copy_to_write(now - 1) * area.bytes);
   }
 };
 
