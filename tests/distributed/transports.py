@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import nvte_ep
-from nvte_ep import Communicator, Group, NvteEpError, _cuda
+from nvte_ep import Communicator, Group, NvteEpError, UnsupportedError, _cuda
 from nvte_ep._dtypes import CPU, CUDA_TYPE, Device
 
 from distributed.launcher import DEFAULT_TIMEOUT, ProcessPool, Rank, run_threads
@@ -42,6 +42,7 @@ class Transport:
     communicator: str  # kind
     on_device: bool = True
     in_processes: bool = False
+    variables: tuple[tuple[str, str], ...] = ()  # of the environment of its processes
     mirrored: bool = True  # what the tests see are host arrays, and the library works on copies: mirror.py
     max_ranks: int = MAX_RANKS
     # Sums of slots are rounded once; else once more for each contributing rank. See checks.check_sum.
@@ -53,6 +54,9 @@ class Transport:
     calls_meet: bool = False
     # Of a rank that stalls or leaves, the others tell its number, and so does its own next call.
     names_culprit: bool = True
+    aborts_travel: bool = True  # an abort ends the waits of the peers at once; else their time-out does
+    creation_times_out: bool = True  # where a rank never creates its group
+    survives_failures: bool = True  # processes can go on when a group of theirs has failed
     # How thorough the suites are where they could go on for ever.
     examples: int = 40  # of routings that are made up
     alignments: tuple[int, ...] = (1, 16, 32, 64, 128, 256)
@@ -69,18 +73,26 @@ class Transport:
         *args: Any,
         timeout: float = DEFAULT_TIMEOUT,
         may_die: Collection[int] = (),
+        fails: bool = False,
     ) -> list[Any]:
-        """body(rank, *args) on every rank; the results in their order."""
+        """body(rank, *args) on every rank; the results in their order. fails: groups fail in it."""
         if not self.in_processes:
             return run_threads(size, body, *args, timeout=timeout)
-        return _pool().run(size, body, *args, timeout=timeout, may_die=may_die)
+        if fails and not self.survives_failures:
+            with ProcessPool(self.environment) as pool:
+                return pool.run(size, body, *args, timeout=timeout, may_die=may_die)
+        return _pool(self).run(size, body, *args, timeout=timeout, may_die=may_die)
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Of a rank's process."""
+        return environment(rank) | dict(self.variables)
 
     def takes(self, ranks: int) -> bool:
         return ranks <= self.max_ranks
 
     def sum_format(self, format: str) -> str:
         """How sums travel where a case asks for this wire format."""
-        return format if self.mxfp8_sums else "bf16"
+        return "bf16" if format == "mxfp8" and not self.mxfp8_sums else format
 
     # ---- in the ranks ----
 
@@ -143,13 +155,20 @@ THREADS = Transport(
 )
 # Shows the mirror itself, without a GPU.
 THREADS_MIRRORED = dataclasses.replace(THREADS, id="threads_mirrored", mirrored=True, examples=40)
+_NCCL: dict[str, Any] = dict.fromkeys(
+    ("names_culprit", "aborts_travel", "creation_times_out", "survives_failures"), False
+)
 _PROCESSES: dict[str, Any] = {"in_processes": True, "examples": 10, "alignments": (1, 32, 128)}
+_PEER: dict[str, Any] = {"mxfp8_sums": True}
 ALL = [
     THREADS,
-    Transport("peer_threads", "peer", "threads", mxfp8_sums=True),
-    Transport("peer_processes", "peer", "nccl", **_PROCESSES, mxfp8_sums=True),
-    Transport("nccl_ep", "nccl_ep", "nccl", **_PROCESSES, names_culprit=False),
-    Transport("nccl", "nccl", "nccl", **_PROCESSES, names_culprit=False),
+    Transport("peer_threads", "peer", "threads", **_PEER),
+    Transport(
+        "peer_processes", "peer", "nccl", **_PEER, **_PROCESSES
+    ),  # NCCL windows, where this NCCL has them
+    Transport("peer_ipc", "peer", "nccl", variables=(("NVTE_EP_PEER_MEMORY", "ipc"),), **_PEER, **_PROCESSES),
+    Transport("nccl_ep", "nccl_ep", "nccl", **_PROCESSES, **_NCCL),
+    Transport("nccl", "nccl", "nccl", **_PROCESSES, **_NCCL),
 ]
 
 
@@ -180,8 +199,17 @@ def environment(rank: int) -> dict[str, str]:
     return variables
 
 
+def why_not_at(rank: Rank, transport: Transport) -> str | None:
+    """Why the library does not make a group of one rank; None: it does."""
+    try:
+        transport.join(rank, num_experts=1, hidden=32, max_tokens_per_rank=1, recv_capacity=128).close()
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
 @functools.cache
-def _pool() -> ProcessPool:
-    pool = ProcessPool(environment)
+def _pool(transport: Transport) -> ProcessPool:
+    pool = ProcessPool(transport.environment)
     atexit.register(pool.close)
     return pool

@@ -68,7 +68,7 @@ Status PeerGroup::open(Communicator* comm) {
   meeting_.ended = memory_->ended();
   meeting_.ended_words = memory_->ended_words();
   meeting_.maxima = reinterpret_cast<uint32_t*>(pools_.own + layout_.exponents.area.offset);
-  meeting_.maxima_distance = layout_.exponents.area.bytes / 4;
+  meeting_.maxima_distance = layout_.exponents.area.distance() / 4;
   meeting_.num_maxima = settings_.num_experts;
   // Nobody waits on a device for a rank that still allocates and copies there.
   return memory_->agree("group_create", {}, nullptr);

@@ -262,7 +262,7 @@ class PeerHandle : public HandleTransport {
     RowsView packed = packed_rows(format, group_->pools().own + rows->outbox.offset, layout.row_bytes,
                                   tokens_, member_->settings.hidden);
     packed.flip = group_->pools().epoch;
-    packed.flip_bytes = rows->outbox.bytes;
+    packed.flip_bytes = rows->outbox.distance();
     Backend* backend = member_->backend;
     return call.is_apart ? backend->assemble(format, call.apart, packed, call.options, stream)
                          : backend->quantize(format, call.tokens, packed, call.options, stream);
