@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "core/status.h"
-#include "nvte_ep/nvte_ep.h"
 
 namespace nvte_ep {
 

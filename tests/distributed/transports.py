@@ -165,7 +165,7 @@ ALL = [
     Transport("peer_threads", "peer", "threads", **_PEER),
     Transport(
         "peer_processes", "peer", "nccl", **_PEER, **_PROCESSES
-    ),  # NCCL windows, where this NCCL has them
+    ),
     Transport("peer_ipc", "peer", "nccl", variables=(("NVTE_EP_PEER_MEMORY", "ipc"),), **_PEER, **_PROCESSES),
     Transport("nccl_ep", "nccl_ep", "nccl", **_PROCESSES, **_NCCL),
     Transport("nccl", "nccl", "nccl", **_PROCESSES, **_NCCL),

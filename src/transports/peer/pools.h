@@ -26,7 +26,7 @@ namespace nvte_ep {
 // Of every rank's pool, at the same place.
 struct Area {
   int64_t offset = 0;
-  int64_t bytes = 0;  // of each of the two copies
+  int64_t bytes = 0;                                     // of each of the two copies
   NVTE_EP_HD int64_t distance() const { return bytes; }  // from one to the other
 };
 
