@@ -163,9 +163,7 @@ _PEER: dict[str, Any] = {"mxfp8_sums": True}
 ALL = [
     THREADS,
     Transport("peer_threads", "peer", "threads", **_PEER),
-    Transport(
-        "peer_processes", "peer", "nccl", **_PEER, **_PROCESSES
-    ),
+    Transport("peer_processes", "peer", "nccl", **_PEER, **_PROCESSES),
     Transport("peer_ipc", "peer", "nccl", variables=(("NVTE_EP_PEER_MEMORY", "ipc"),), **_PEER, **_PROCESSES),
     Transport("nccl_ep", "nccl_ep", "nccl", **_PROCESSES, **_NCCL),
     Transport("nccl", "nccl", "nccl", **_PROCESSES, **_NCCL),
