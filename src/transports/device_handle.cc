@@ -19,7 +19,8 @@ class DeviceHandle;
 
 // What the group and its handles share on one rank.
 struct Member {
-  std::unique_ptr<DeviceExchange> exchange;
+  std::unique_ptr<DeviceRanks> ranks;
+  DeviceExchange* exchange = nullptr;  // the same; null where each handle has a SlotExchange
   GroupSettings settings;
   Backend* backend = nullptr;
   int32_t rank = 0;
@@ -30,7 +31,7 @@ struct Member {
   int32_t local_experts() const { return settings.num_experts / size; }
   Status check_alive() const {
     int32_t rank_ignored;
-    return exchange->failure(&rank_ignored);
+    return ranks->failure(&rank_ignored);
   }
 };
 
@@ -104,6 +105,7 @@ class DeviceHandle : public HandleTransport {
                  {pointer(&r.in_slots), choices * 8 * member_->size},
                  {pointer(&r.rank_rows), g.max_tokens_per_rank * member_->size * 8},
                  {pointer(&r.rank_choices), choices * 8},
+                 {pointer(&r.kept_indices), member_->exchange == nullptr ? choices * 4 : 0},
                  {&r.workspace, backend->route_workspace_bytes(r)}};
     int64_t total = 0;
     for (const auto& p : parts) total += round_up(p.bytes, kOperandPartAlignment);
@@ -115,6 +117,7 @@ class DeviceHandle : public HandleTransport {
     }
     r.indices = all_;
     r.history = counters_ + 2;
+    NVTE_EP_TRY(member_->ranks->open_slots(settings_, route_, &slot_exchange_));
     void* shared = nullptr;
     NVTE_EP_TRY(backend->allocate_shared(kReportWords * 8, &shared));
     report_ = static_cast<int64_t*>(shared);
@@ -136,25 +139,26 @@ class DeviceHandle : public HandleTransport {
     }
     prepared_ = false;
     if (!agreed_) {
-      NVTE_EP_TRY(member_->exchange->agree("prepare",
-                                           {{"handle (the n-th of the group)", settings_.id},
-                                            {"top_k", settings_.top_k},
-                                            {"alignment", settings_.alignment},
-                                            {"dispatch", settings_.dispatch},
-                                            {"combine", settings_.combine},
-                                            {"dispatch_backward", settings_.dispatch_backward},
-                                            {"combine_backward", settings_.combine_backward}},
-                                           stream));
+      NVTE_EP_TRY(member_->ranks->agree("prepare",
+                                        {{"handle (the n-th of the group)", settings_.id},
+                                         {"top_k", settings_.top_k},
+                                         {"alignment", settings_.alignment},
+                                         {"dispatch", settings_.dispatch},
+                                         {"combine", settings_.combine},
+                                         {"dispatch_backward", settings_.dispatch_backward},
+                                         {"combine_backward", settings_.combine_backward}},
+                                        stream));
       agreed_ = true;
     }
     tokens_ = call.topk_idx.rows();
     const int64_t choices = route_.tokens * settings_.top_k;
     NVTE_EP_TRY(
         backend->clean_indices(call.topk_idx, route_.num_experts, route_.tokens, clean_, counters_, stream));
-    NVTE_EP_TRY(member_->exchange->gather(clean_, all_, choices * 4, stream));
+    NVTE_EP_TRY(member_->ranks->gather(clean_, all_, choices * 4, stream));
     NVTE_EP_TRY(backend->route(route_, stream));
     NVTE_EP_TRY(backend->write_index(shared_report(), counters_, stream));
     NVTE_EP_TRY(member_->settings.eager() ? plan_eager(stream) : plan_fixed());
+    if (slot_exchange_ != nullptr) NVTE_EP_TRY(slot_exchange_->prepare(tokens_, slots_, stream));
     prepared_ = true;
     return hand_out(call, stream);
   }
@@ -174,7 +178,7 @@ class DeviceHandle : public HandleTransport {
   Status send_memory(void** memory, nvte_ep_stream_t stream) override {
     *memory = nullptr;
     NVTE_EP_TRY(member_->check_alive());
-    if (plan_.send_tokens != nullptr) return Status();  // listed items are gathered from anywhere
+    if (slot_exchange_ != nullptr || plan_.send_tokens != nullptr) return Status();  // taken from anywhere
     return member_->exchange->outbox(outbox_need(largest_row()), memory, stream);
   }
 
@@ -184,6 +188,7 @@ class DeviceHandle : public HandleTransport {
       return invalid_argument(
           "topk_weights: expected on every rank because this one asks for recv_weights, got NULL");
     }
+    if (slot_exchange_ != nullptr) return slot_exchange_->send_rows(call, stream);
     GatherRows gather{};
     NVTE_EP_TRY(travel(call.rows, call.row_stride, call.readable_rows, call.row_bytes, &gather.rows, stream));
     gather.slot_source = plan_.slot_source;
@@ -208,6 +213,7 @@ class DeviceHandle : public HandleTransport {
 
   Status return_rows(const ReturnRows& call, nvte_ep_stream_t stream) override {
     NVTE_EP_TRY(member_->check_alive());
+    if (slot_exchange_ != nullptr) return slot_exchange_->return_rows(call, stream);
     Backend* backend = member_->backend;
     const int64_t hidden = member_->settings.hidden;
     const int64_t row_bytes = hidden * dtype_bytes(call.slots.dtype);
@@ -349,12 +355,13 @@ class DeviceHandle : public HandleTransport {
 
   // Eager: the host learns the number of slots, and where the exchange can use it, what exactly has to travel.
   Status plan_eager(nvte_ep_stream_t stream) {
-    NVTE_EP_TRY(member_->exchange->wait("prepare", stream));
+    NVTE_EP_TRY(member_->ranks->wait("prepare", stream));
     NVTE_EP_TRY(plan_fixed());
     int64_t totals[3];
     NVTE_EP_TRY(member_->backend->download(totals, route_.totals, sizeof(totals), stream));
     slots_ = totals[0];
-    return member_->exchange->exact_counts() ? plan_exact(stream) : Status();
+    const bool exact = member_->exchange != nullptr && member_->exchange->exact_counts();
+    return exact ? plan_exact(stream) : Status();
   }
 
   // The host reads the routing and lists what has to travel.
@@ -465,6 +472,7 @@ class DeviceHandle : public HandleTransport {
   DeviceBuffer memory_;
   DeviceBuffer lists_[5];
   Route route_;
+  std::unique_ptr<SlotExchange> slot_exchange_;
   Plan plan_;
   int32_t* clean_ = nullptr;
   int32_t* all_ = nullptr;
@@ -499,7 +507,7 @@ class DeviceGroup : public GroupTransport {
     NVTE_EP_TRY(member_->check_alive());
     void* block = nullptr;
     NVTE_EP_TRY(member_->backend->allocate(bytes, &block));
-    const Status met = member_->exchange->agree("mem_alloc", {{"bytes", bytes}}, nullptr);
+    const Status met = member_->ranks->agree("mem_alloc", {{"bytes", bytes}}, nullptr);
     if (!met.ok()) {
       member_->backend->release(block);
       return met;
@@ -512,7 +520,7 @@ class DeviceGroup : public GroupTransport {
     const auto found = symmetric_.find(static_cast<uint8_t*>(pointer));
     if (found == symmetric_.end())
       return invalid_argument("pointer: expected one from mem_alloc of this group, got ", pointer);
-    NVTE_EP_TRY(member_->exchange->agree("mem_free", {{"bytes", found->second}}, nullptr));
+    NVTE_EP_TRY(member_->ranks->agree("mem_free", {{"bytes", found->second}}, nullptr));
     member_->backend->release(pointer);
     symmetric_.erase(found);
     return Status();
@@ -527,7 +535,8 @@ class DeviceGroup : public GroupTransport {
 
   Finding poll() override {
     Finding finding;
-    const Status failed = member_->exchange->failure(&finding.rank);
+    Status failed = member_->ranks->failure(&finding.rank);
+    if (failed.ok()) failed = member_->ranks->check_clock();
     if (!failed.ok()) {
       finding.status = failed.code();
       return finding;
@@ -542,12 +551,12 @@ class DeviceGroup : public GroupTransport {
 
   Status failure() const override { return member_->check_alive(); }
 
-  void abort() override { member_->exchange->abort(text("rank ", member_->rank, " aborted the group")); }
+  void abort() override { member_->ranks->abort(text("rank ", member_->rank, " aborted the group")); }
 
   void close() override {
     if (closed_) return;
     closed_ = true;
-    member_->exchange->close();
+    member_->ranks->close();
   }
 
  private:
@@ -557,13 +566,8 @@ class DeviceGroup : public GroupTransport {
   bool closed_ = false;
 };
 
-}  // namespace
-
-std::unique_ptr<GroupTransport> make_device_group(const char* name, const GroupSettings& settings,
-                                                  Backend* backend, int32_t rank, int32_t size,
-                                                  std::unique_ptr<DeviceExchange> exchange) {
-  auto member = std::make_shared<Member>();
-  member->exchange = std::move(exchange);
+std::unique_ptr<GroupTransport> make_group(const char* name, const GroupSettings& settings, Backend* backend,
+                                           int32_t rank, int32_t size, std::shared_ptr<Member> member) {
   member->settings = settings;
   member->backend = backend;
   member->rank = rank;
@@ -571,8 +575,28 @@ std::unique_ptr<GroupTransport> make_device_group(const char* name, const GroupS
   return std::make_unique<DeviceGroup>(name, std::move(member));
 }
 
-std::vector<Agreed> group_agreement(const GroupSettings& settings) {
-  return {{"num_experts", settings.num_experts},
+}  // namespace
+
+std::unique_ptr<GroupTransport> make_device_group(const char* name, const GroupSettings& settings,
+                                                  Backend* backend, int32_t rank, int32_t size,
+                                                  std::unique_ptr<DeviceExchange> exchange) {
+  auto member = std::make_shared<Member>();
+  member->exchange = exchange.get();
+  member->ranks = std::move(exchange);
+  return make_group(name, settings, backend, rank, size, std::move(member));
+}
+
+std::unique_ptr<GroupTransport> make_slot_group(const char* name, const GroupSettings& settings,
+                                                Backend* backend, int32_t rank, int32_t size,
+                                                std::unique_ptr<DeviceRanks> ranks) {
+  auto member = std::make_shared<Member>();
+  member->ranks = std::move(ranks);
+  return make_group(name, settings, backend, rank, size, std::move(member));
+}
+
+std::vector<Agreed> group_agreement(const GroupSettings& settings, int32_t transport) {
+  return {{"transport", transport},
+          {"num_experts", settings.num_experts},
           {"hidden", settings.hidden},
           {"max_tokens_per_rank", settings.max_tokens_per_rank},
           {"max_top_k", settings.max_top_k},

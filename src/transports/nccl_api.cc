@@ -12,25 +12,6 @@ namespace {
 constexpr const char* kName = "libnccl.so.2";
 constexpr int kMinimumVersion = 21800;  // ncclCommSplit
 
-// site-packages of the wheel that this library was installed from: <site>/nvte_ep/lib/libnvte_ep.so.
-std::string site_packages() {
-  Dl_info info;
-  if (dladdr(reinterpret_cast<const void*>(&site_packages), &info) == 0 || info.dli_fname == nullptr)
-    return "";
-  std::string path = info.dli_fname;
-  for (int level = 0; level < 3; ++level) {
-    const size_t slash = path.rfind('/');
-    if (slash == std::string::npos) return "";
-    path.resize(slash);
-  }
-  return path;
-}
-
-std::string loaded_path(void* symbol) {
-  Dl_info info;
-  return dladdr(symbol, &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : "";
-}
-
 template <typename Function>
 bool resolve(void* library, const char* name, Function* function) {
   *function = reinterpret_cast<Function>(dlsym(library, name));
@@ -88,6 +69,25 @@ Status open(Api* api) {
 }
 
 }  // namespace
+
+// <site>/nvte_ep/lib/libnvte_ep.so
+std::string site_packages() {
+  Dl_info info;
+  if (dladdr(reinterpret_cast<const void*>(&site_packages), &info) == 0 || info.dli_fname == nullptr)
+    return "";
+  std::string path = info.dli_fname;
+  for (int level = 0; level < 3; ++level) {
+    const size_t slash = path.rfind('/');
+    if (slash == std::string::npos) return "";
+    path.resize(slash);
+  }
+  return path;
+}
+
+std::string loaded_path(void* symbol) {
+  Dl_info info;
+  return dladdr(symbol, &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : "";
+}
 
 std::vector<std::string> library_candidates(const char* configured,
                                             const std::vector<std::string>& wheel_paths,

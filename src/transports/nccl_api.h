@@ -19,7 +19,16 @@ using Comm = CommStruct*;
 struct UniqueId {
   char internal[128];
 };
-enum DataType { kInt8 = 0, kUint8 = 1, kInt32 = 2, kInt64 = 4 };
+enum DataType {
+  kInt8 = 0,
+  kUint8 = 1,
+  kInt32 = 2,
+  kInt64 = 4,
+  kFloat16 = 6,
+  kFloat32 = 7,
+  kBfloat16 = 9,
+  kFloat4x2 = 12  // bytes of two E2M1 codes; NCCL EP only
+};
 struct WindowStruct;
 using Window = WindowStruct*;
 constexpr int kWindowCollectiveSymmetric = 0x01;  // NCCL_WIN_COLL_SYMMETRIC
@@ -67,6 +76,10 @@ Status check(const Api& api, Result result, const char* call, Comm comm);
 std::vector<std::string> library_candidates(const char* configured,
                                             const std::vector<std::string>& wheel_paths,
                                             const char* system_name);
+// The folder of wheels that this library was installed from; empty where it is not in one.
+std::string site_packages();
+// The file that holds a symbol.
+std::string loaded_path(void* symbol);
 
 }  // namespace nccl
 }  // namespace nvte_ep

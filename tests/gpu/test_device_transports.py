@@ -99,7 +99,7 @@ def step(rank: Rank, setup: Setup, transport: str, kind: str, device: str) -> di
         max_tokens_per_rank=max(setup.tokens),
         recv_capacity=setup.capacity,
         overflow=setup.overflow,
-        timeout_ns=20_000_000_000,
+        timeout_ns=20_000_000_000 if transport != "nccl_ep" else 200_000_000_000,  # it compiles kernels
         **options,
     ) as group:
         rank.on_failure(group.abort)
@@ -233,4 +233,36 @@ def test_nccl_processes(setup: Setup) -> None:
     expected = run_threads(setup.ranks, step, setup, "threads", "threads", "cpu")
     environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     got = run_processes(setup.ranks, step, setup, "nccl", "nccl", "cuda", environment=lambda _: environment)
+    compare(setup, expected, got)
+
+
+def require_nccl_ep() -> None:
+    """NCCL EP is an option: where it is not there, its tests are skipped, unless NVTE_EP_REQUIRE names it."""
+    (entry,) = (t for t in nvte_ep.build_info()["transports"] if t["name"] == "nccl_ep")
+    if entry["available"]:
+        return
+    if "nccl_ep" in os.environ.get("NVTE_EP_REQUIRE", ""):
+        pytest.fail(entry["reason"])
+    pytest.skip(entry["reason"])
+
+
+# NCCL EP compiles its kernels for each shape and number of ranks, for the better part of a minute.
+COMPILE_TIMEOUT = 240.0
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_nccl_ep_processes(setup: Setup) -> None:
+    require_nccl_ep()
+    expected = run_threads(setup.ranks, step, setup, "threads", "threads", "cpu")
+    environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    got = run_processes(
+        setup.ranks,
+        step,
+        setup,
+        "nccl_ep",
+        "nccl",
+        "cuda",
+        environment=lambda _: environment,
+        timeout=COMPILE_TIMEOUT,
+    )
     compare(setup, expected, got)

@@ -56,7 +56,7 @@ class PeerExchange : public DeviceExchange {
     // Every rank's pool and device. The rendezvous only lets the ranks look at each other's values here.
     Publication mine;
     mine.step = "group_create";
-    for (const Agreed& a : group_agreement(settings_)) mine.agree_on(a.name, a.value);
+    for (const Agreed& a : group_agreement(settings_, NVTE_EP_TRANSPORT_PEER)) mine.agree_on(a.name, a.value);
     mine.rows = pool_.as<void>();
     mine.row_stride = settings_.device.id;
     std::vector<const void*> pointers(static_cast<size_t>(3 * size_));
