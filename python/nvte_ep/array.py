@@ -113,14 +113,26 @@ def _element_type(function: str, dtype: Any) -> DType:
     return BY_NAME[name]
 
 
+class LastWrite:
+    """The stream of the last write to a piece of memory, for all arrays over it.
+
+    A write waits for the one before it, so the last stands for all.
+    """
+
+    __slots__ = ("stream",)
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
+
+
 class Array:
     """A dense array in host or CUDA memory. Exports DLPack, and on the host the NumPy protocol."""
 
-    __slots__ = ("__weakref__", "_borrowed", "_data", "_stream", "device", "element_type")
+    __slots__ = ("__weakref__", "_borrowed", "_data", "_write", "device", "element_type")
 
     _data: NDArray[Any]
     _borrowed: Memory | None
-    _stream: int
+    _write: LastWrite
     device: Device
     element_type: DType
 
@@ -129,7 +141,7 @@ class Array:
         array: NDArray[Any],
         element_type: DType,
         device: Device,
-        stream: int = 0,
+        write: LastWrite | None = None,
         borrowed: Memory | None = None,
     ) -> None:
         """For this package: see empty()."""
@@ -137,7 +149,7 @@ class Array:
         self._borrowed = borrowed
         self.element_type = element_type
         self.device = device
-        self._stream = stream
+        self._write = write or LastWrite(0)
 
     @classmethod
     def empty(cls, shape: int | tuple[int, ...], dtype: Any = "uint8", device: Any = CPU) -> Array:
@@ -162,7 +174,7 @@ class Array:
     def borrow(cls, pointer: int, nbytes: int, device: Device, owner: Any, stream: int = 0) -> Array:
         """Bytes that belong to `owner`, which lives as long as any array made from them."""
         memory = Memory(pointer, nbytes, owner)
-        return cls(np.asarray(memory), BY_NAME["uint8"], device, stream, memory)
+        return cls(np.asarray(memory), BY_NAME["uint8"], device, LastWrite(stream), memory)
 
     @property
     def _array(self) -> NDArray[Any]:
@@ -212,7 +224,7 @@ class Array:
         return f"Array(shape={self._data.shape}, dtype={self.dtype}, device={device_name(self.device)})"
 
     def _same(self, array: NDArray[Any], element_type: DType | None = None) -> Array:
-        return Array(array, element_type or self.element_type, self.device, self._stream, self._borrowed)
+        return Array(array, element_type or self.element_type, self.device, self._write, self._borrowed)
 
     def __getitem__(self, key: Any) -> Array:
         """Basic indexing: a view of the same memory."""
@@ -237,10 +249,10 @@ class Array:
         """Makes `stream` wait for what was last written here."""
         self.check()
         if self.device[0] == CUDA_TYPE and stream != NO_STREAM:
-            _cuda.order(self.device[1], self._stream, stream)
+            _cuda.order(self.device[1], self._write.stream, stream)
 
     def written_on(self, stream: int) -> None:
-        self._stream = stream
+        self._write.stream = stream
 
     def numpy(self) -> NDArray[Any]:
         """As a NumPy array: on the host the same memory, from a device a copy. bfloat16 and the FP8 types are
@@ -250,7 +262,9 @@ class Array:
             if not array.flags.c_contiguous:
                 raise UnsupportedError(Status.UNSUPPORTED, "Array.numpy: a copy needs a dense array")
             copy = np.empty(array.shape, array.dtype)
-            _cuda.copy_to_host(copy.ctypes.data, self.pointer, array.nbytes, self.device[1], self._stream)
+            _cuda.copy_to_host(
+                copy.ctypes.data, self.pointer, array.nbytes, self.device[1], self._write.stream
+            )
             array = copy
         if self.dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"):
             try:
@@ -283,7 +297,7 @@ class Array:
             "strides": self._array.strides,
             "typestr": self._array.dtype.str,
             "version": 3,
-            "stream": self._stream or 1,
+            "stream": self._write.stream or 1,
         }
 
     def __dlpack_device__(self) -> Device:

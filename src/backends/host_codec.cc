@@ -158,8 +158,9 @@ int64_t rows_in_use(int64_t rows, const CodecOptions& options) {
   return std::min(std::max<int64_t>(count, 0), rows);
 }
 
-Status HostBackend::quantize(int32_t format, const TensorView& tokens, const RowsView& rows,
+Status HostBackend::quantize(int32_t format, const TensorView& tokens, const RowsView& view,
                              const CodecOptions& options, nvte_ep_stream_t) {
+  const RowsView rows = flipped(view);
   const RowLayout layout = row_layout(*find_format(format), rows.hidden);
   const TensorScale tensor_scale =
       format == NVTE_EP_FORMAT_NVFP4 ? read_tensor_scale(options) : TensorScale();
@@ -208,8 +209,9 @@ Status HostBackend::dequantize(int32_t format, const RowsView& rows, const Tenso
   return Status();
 }
 
-Status HostBackend::assemble(int32_t format, const RowsView& apart, const RowsView& packed,
+Status HostBackend::assemble(int32_t format, const RowsView& apart, const RowsView& view,
                              const CodecOptions& options, nvte_ep_stream_t) {
+  const RowsView packed = flipped(view);
   const RowLayout layout = row_layout(*find_format(format), apart.hidden);
   const TensorScale tensor_scale =
       format == NVTE_EP_FORMAT_NVFP4 ? read_tensor_scale(options) : TensorScale();

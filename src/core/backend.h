@@ -27,7 +27,19 @@ struct RowsView {
   int64_t rows = 0;
   int64_t hidden = 0;
   bool packed = false;  // the three pointers lie in one row, whose pad bytes are written too
+  // Rows that are written to one of two places: where *flip, in the backend's memory, is odd, flip_bytes further on.
+  const uint32_t* flip = nullptr;
+  int64_t flip_bytes = 0;
 };
+
+// Where the rows of a view lie; called where *flip can be read.
+NVTE_EP_HD RowsView flipped(RowsView view) {
+  if (view.flip == nullptr || (*view.flip & 1u) == 0) return view;
+  view.payload += view.flip_bytes;
+  if (view.scales != nullptr) view.scales += view.flip_bytes;
+  if (view.token_scales != nullptr) view.token_scales += view.flip_bytes;
+  return view;
+}
 
 inline RowsView packed_rows(int32_t format, void* base, int64_t row_stride_bytes, int64_t rows,
                             int64_t hidden) {

@@ -4,18 +4,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "core/transport.h"
+#include "transports/device_group.h"
 
 namespace nvte_ep {
-
-// A value on which the ranks must agree.
-struct Agreed {
-  const char* name;
-  int64_t value;
-};
 
 // How many items go to each rank and come from each.
 struct ItemCounts {
@@ -40,35 +34,22 @@ class SlotExchange {
   virtual Status return_rows(const ReturnRows& call, nvte_ep_stream_t stream) = 0;
 };
 
-// One rank of a group of device transport. Steps of a group follow each other on its stream, on all ranks alike. Nothing waits
-// on the host but agree and wait.
-class DeviceRanks {
+// Ranks that gather everybody's indices, each to build its part of the routing. Steps of a group follow each other on its
+// stream, on all ranks alike. Nothing waits on the host but agree and wait.
+class RoutingRanks : public DeviceRanks {
  public:
-  virtual ~DeviceRanks() = default;
-
   // All-gather of a few bytes a rank, in rank order.
   virtual Status gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) = 0;
-
-  // What moves a handle's rows, for transports that are not a DeviceExchange. route: filled by every prepare.
+  // Waits for the stream, the time-out at most.
+  virtual Status wait(const char* step, nvte_ep_stream_t stream) = 0;
+  // What moves a handle's rows, for ranks that are no DeviceExchange. route: what every prepare fills.
   virtual Status open_slots(const HandleSettings&, const Route& /*route*/, std::unique_ptr<SlotExchange>*) {
     return Status();
   }
-
-  // Every rank's values to every rank's host; INVALID_ARGUMENT on all of them where they differ. Waits.
-  virtual Status agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream) = 0;
-  // Waits for the stream, the time-out at most.
-  virtual Status wait(const char* step, nvte_ep_stream_t stream) = 0;
-
-  // The failure that ended the group, or OK; *rank is the one that caused it, -1 unknown. Never blocks.
-  virtual Status failure(int32_t* rank) = 0;
-  // The same, and TIMEOUT where kernels that cannot be timed are on the device for too long.
-  virtual Status check_clock() { return Status(); }
-  virtual void abort(const std::string& message) = 0;
-  virtual void close() = 0;
 };
 
 // Ranks that exchange items: rows or values of tokens, as a step lists them.
-class DeviceExchange : public DeviceRanks {
+class DeviceExchange : public RoutingRanks {
  public:
   // Whether the exchange of each step moves listed items only (counts known to the host), or every token's.
   virtual bool exact_counts() const = 0;
@@ -96,9 +77,9 @@ std::unique_ptr<GroupTransport> make_device_group(const char* name, const GroupS
                                                   std::unique_ptr<DeviceExchange> exchange);
 std::unique_ptr<GroupTransport> make_slot_group(const char* name, const GroupSettings& settings,
                                                 Backend* backend, int32_t rank, int32_t size,
-                                                std::unique_ptr<DeviceRanks> ranks);
-// What ranks must agree on to form a group. transport is NVTE_EP_TRANSPORT_*: AUTO may have chosen differently.
-std::vector<Agreed> group_agreement(const GroupSettings& settings, int32_t transport);
+                                                std::unique_ptr<RoutingRanks> ranks);
+// What ranks must agree on to form a group.
+std::vector<Agreed> group_agreement(const GroupSettings& settings);
 // Bytes of the outbox that the largest step of a group of fixed capacity fills.
 int64_t outbox_bytes(const GroupSettings& settings, int32_t size);
 int64_t device_handle_bytes(const GroupSettings& settings, int32_t size);

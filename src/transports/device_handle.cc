@@ -1,48 +1,18 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
 #include "transports/device_buffer.h"
 #include "transports/device_exchange.h"
+#include "transports/device_group.h"
 
 // The routing and the steps of every transport of device memory: clean, exchange, route; share rows, gather them into slots;
 // sum slots by source, give them back, sum the ranks. How items travel is the exchange's part.
 namespace nvte_ep {
 namespace {
-
-class DeviceHandle;
-
-// What the group and its handles share on one rank.
-struct Member {
-  std::unique_ptr<DeviceRanks> ranks;
-  DeviceExchange* exchange = nullptr;  // the same; null where each handle has a SlotExchange
-  GroupSettings settings;
-  Backend* backend = nullptr;
-  int32_t rank = 0;
-  int32_t size = 0;
-  std::mutex handles_mutex;
-  std::vector<DeviceHandle*> handles;
-
-  int32_t local_experts() const { return settings.num_experts / size; }
-  Status check_alive() const {
-    int32_t rank_ignored;
-    return ranks->failure(&rank_ignored);
-  }
-};
-
-// What a handle's kernels tell the host, at any time: sums over all calls.
-struct Report {
-  int64_t out_of_range;
-  int64_t duplicates;
-  int64_t dropped_rows;
-  int64_t needed_rows;  // the largest need
-};
-constexpr int64_t kReportWords = 4;
 
 // How rows travel in one routing, and how received ones are found. The same items come back in combine, the other way.
 struct Plan {
@@ -58,16 +28,11 @@ struct Plan {
 
 class DeviceHandle : public HandleTransport {
  public:
-  DeviceHandle(std::shared_ptr<Member> member, const HandleSettings& settings)
-      : member_(std::move(member)), settings_(settings) {}
-  ~DeviceHandle() override {
-    {
-      const std::lock_guard<std::mutex> lock(member_->handles_mutex);
-      auto& all = member_->handles;
-      all.erase(std::remove(all.begin(), all.end(), this), all.end());
-    }
-    if (report_ != nullptr) member_->backend->release_shared(report_);
-  }
+  // exchange: null where the ranks move rows by a SlotExchange for each handle.
+  DeviceHandle(std::shared_ptr<DeviceMember> member, std::shared_ptr<RoutingRanks> ranks,
+               DeviceExchange* exchange, const HandleSettings& settings)
+      : member_(std::move(member)), ranks_(std::move(ranks)), exchange_(exchange), settings_(settings) {}
+  ~DeviceHandle() override { member_->remove(&report_); }
 
   Status allocate() {
     const GroupSettings& g = member_->settings;
@@ -98,14 +63,14 @@ class DeviceHandle : public HandleTransport {
                  {pointer(&r.row_offsets), (experts + 1) * 8},
                  {pointer(&r.scale_row_offsets), (experts + 1) * 8},
                  {pointer(&r.totals), 3 * 8},
-                 {pointer(&counters_), kReportWords * 8},
+                 {pointer(&counters_), kDeviceCounters * 8},
                  {pointer(&r.slot_source), slots * 8},
                  {pointer(&r.slot_k), slots * 4},
                  {pointer(&r.slot_expert), slots * 4},
                  {pointer(&r.in_slots), choices * 8 * member_->size},
                  {pointer(&r.rank_rows), g.max_tokens_per_rank * member_->size * 8},
                  {pointer(&r.rank_choices), choices * 8},
-                 {pointer(&r.kept_indices), member_->exchange == nullptr ? choices * 4 : 0},
+                 {pointer(&r.kept_indices), exchange_ == nullptr ? choices * 4 : 0},
                  {&r.workspace, backend->route_workspace_bytes(r)}};
     int64_t total = 0;
     for (const auto& p : parts) total += round_up(p.bytes, kOperandPartAlignment);
@@ -117,12 +82,9 @@ class DeviceHandle : public HandleTransport {
     }
     r.indices = all_;
     r.history = counters_ + 2;
-    NVTE_EP_TRY(member_->ranks->open_slots(settings_, route_, &slot_exchange_));
-    void* shared = nullptr;
-    NVTE_EP_TRY(backend->allocate_shared(kReportWords * 8, &shared));
-    report_ = static_cast<int64_t*>(shared);
-    const std::lock_guard<std::mutex> lock(member_->handles_mutex);
-    member_->handles.push_back(this);
+    NVTE_EP_TRY(ranks_->open_slots(settings_, route_, &slot_exchange_));
+    NVTE_EP_TRY(report_.allocate(backend));
+    member_->add(&report_, settings_.id);
     return Status();
   }
 
@@ -139,22 +101,14 @@ class DeviceHandle : public HandleTransport {
     }
     prepared_ = false;
     if (!agreed_) {
-      NVTE_EP_TRY(member_->ranks->agree("prepare",
-                                        {{"handle (the n-th of the group)", settings_.id},
-                                         {"top_k", settings_.top_k},
-                                         {"alignment", settings_.alignment},
-                                         {"dispatch", settings_.dispatch},
-                                         {"combine", settings_.combine},
-                                         {"dispatch_backward", settings_.dispatch_backward},
-                                         {"combine_backward", settings_.combine_backward}},
-                                        stream));
+      NVTE_EP_TRY(member_->agree_on_handle(settings_, stream));
       agreed_ = true;
     }
     tokens_ = call.topk_idx.rows();
     const int64_t choices = route_.tokens * settings_.top_k;
     NVTE_EP_TRY(
         backend->clean_indices(call.topk_idx, route_.num_experts, route_.tokens, clean_, counters_, stream));
-    NVTE_EP_TRY(member_->ranks->gather(clean_, all_, choices * 4, stream));
+    NVTE_EP_TRY(ranks_->gather(clean_, all_, choices * 4, stream));
     NVTE_EP_TRY(backend->route(route_, stream));
     NVTE_EP_TRY(backend->write_index(shared_report(), counters_, stream));
     NVTE_EP_TRY(member_->settings.eager() ? plan_eager(stream) : plan_fixed());
@@ -179,7 +133,7 @@ class DeviceHandle : public HandleTransport {
     *memory = nullptr;
     NVTE_EP_TRY(member_->check_alive());
     if (slot_exchange_ != nullptr || plan_.send_tokens != nullptr) return Status();  // taken from anywhere
-    return member_->exchange->outbox(outbox_need(largest_row()), memory, stream);
+    return exchange_->outbox(outbox_need(largest_row()), memory, stream);
   }
 
   Status send_rows(const SendRows& call, nvte_ep_stream_t stream) override {
@@ -219,7 +173,7 @@ class DeviceHandle : public HandleTransport {
     const int64_t row_bytes = hidden * dtype_bytes(call.slots.dtype);
     const int64_t partial_rows = plan_.rows.received();
     void* partials = nullptr;
-    NVTE_EP_TRY(member_->exchange->outbox(outbox_need(row_bytes), &partials, stream));
+    NVTE_EP_TRY(exchange_->outbox(outbox_need(row_bytes), &partials, stream));
 
     // One partial row for each row that came, in the order in which they came.
     ReduceRows reduce{};
@@ -245,7 +199,7 @@ class DeviceHandle : public HandleTransport {
 
     // The gradients of the weights travel in every dispatch backward, as the weights did.
     const int64_t bytes = int64_t{settings_.top_k} * 4;
-    NVTE_EP_TRY(member_->exchange->outbox(outbox_need(bytes), &partials, stream));
+    NVTE_EP_TRY(exchange_->outbox(outbox_need(bytes), &partials, stream));
     if (call.slot_scalars != nullptr) {
       RankArrays values;
       values.block = call.slot_scalars;
@@ -262,32 +216,9 @@ class DeviceHandle : public HandleTransport {
     return backend->gather_scalars(settings_.top_k, plan_.choices, values, call.scalars, stream);
   }
 
-  // What is new since the last time.
-  Finding next_finding(bool report_overflow) {
-    const volatile int64_t* now = report_;
-    const Report seen = seen_;
-    seen_ = Report{now[0], now[1], now[2], now[3]};
-    Finding finding;
-    finding.rank = member_->rank;
-    finding.handle_id = settings_.id;
-    finding.count = seen_.out_of_range + seen_.duplicates - seen.out_of_range - seen.duplicates;
-    if (finding.count > 0) {
-      seen_.dropped_rows = seen.dropped_rows;  // one at a time
-      finding.status = NVTE_EP_STATUS_INVALID_ARGUMENT;
-      return finding;
-    }
-    finding.count = seen_.dropped_rows - seen.dropped_rows;
-    if (finding.count > 0 && report_overflow) {
-      finding.status = NVTE_EP_STATUS_OVERFLOW;
-      finding.needed_rows = seen_.needed_rows;
-      return finding;
-    }
-    return Finding();
-  }
-
  private:
   TensorView shared_report() const {
-    return TensorView{report_, DType::kInt64, member_->settings.device, 1, {kReportWords, 1}, 1};
+    return TensorView{report_.memory(), DType::kInt64, member_->settings.device, 1, {kDeviceCounters, 1}, 1};
   }
 
   int64_t largest_row() const {
@@ -312,7 +243,7 @@ class DeviceHandle : public HandleTransport {
   Status travel(const void* items, int64_t stride, int64_t readable, int64_t bytes, RankArrays* received,
                 nvte_ep_stream_t stream) {
     Backend* backend = member_->backend;
-    DeviceExchange& exchange = *member_->exchange;
+    DeviceExchange& exchange = *exchange_;
     void* outbox = nullptr;
     NVTE_EP_TRY(exchange.outbox(outbox_need(bytes), &outbox, stream));
     const bool usable = readable >= route_.tokens && stride == bytes && exchange.may_read_elsewhere();
@@ -338,7 +269,7 @@ class DeviceHandle : public HandleTransport {
 
   Status give_back(const void* items, int64_t bytes, RankArrays* received, nvte_ep_stream_t stream) {
     const ItemCounts counts = plan_.rows.back();
-    return member_->exchange->give_back(items, route_.tokens, bytes, listed(counts), received, stream);
+    return exchange_->give_back(items, route_.tokens, bytes, listed(counts), received, stream);
   }
 
   Status plan_fixed() {
@@ -355,13 +286,12 @@ class DeviceHandle : public HandleTransport {
 
   // Eager: the host learns the number of slots, and where the exchange can use it, what exactly has to travel.
   Status plan_eager(nvte_ep_stream_t stream) {
-    NVTE_EP_TRY(member_->ranks->wait("prepare", stream));
+    NVTE_EP_TRY(ranks_->wait("prepare", stream));
     NVTE_EP_TRY(plan_fixed());
     int64_t totals[3];
     NVTE_EP_TRY(member_->backend->download(totals, route_.totals, sizeof(totals), stream));
     slots_ = totals[0];
-    const bool exact = member_->exchange != nullptr && member_->exchange->exact_counts();
-    return exact ? plan_exact(stream) : Status();
+    return exchange_ != nullptr && exchange_->exact_counts() ? plan_exact(stream) : Status();
   }
 
   // The host reads the routing and lists what has to travel.
@@ -467,8 +397,10 @@ class DeviceHandle : public HandleTransport {
     return Status();
   }
 
-  std::shared_ptr<Member> member_;
-  HandleSettings settings_;
+  const std::shared_ptr<DeviceMember> member_;
+  const std::shared_ptr<RoutingRanks> ranks_;
+  DeviceExchange* const exchange_;  // the same
+  const HandleSettings settings_;
   DeviceBuffer memory_;
   DeviceBuffer lists_[5];
   Route route_;
@@ -476,103 +408,33 @@ class DeviceHandle : public HandleTransport {
   Plan plan_;
   int32_t* clean_ = nullptr;
   int32_t* all_ = nullptr;
-  int64_t* counters_ = nullptr;  // a Report on the device
-  int64_t* report_ = nullptr;    // the host's view of it
-  Report seen_{};
+  int64_t* counters_ = nullptr;  // DeviceCounters on the device
+  DeviceReport report_;          // the host's view of them
   int64_t tokens_ = 0;
   int64_t slots_ = 0;
   bool agreed_ = false;
   bool prepared_ = false;
 };
 
-class DeviceGroup : public GroupTransport {
- public:
-  DeviceGroup(const char* name, std::shared_ptr<Member> member) : name_(name), member_(std::move(member)) {}
-  ~DeviceGroup() override {
-    close();
-    for (const auto& block : symmetric_) member_->backend->release(const_cast<uint8_t*>(block.first));
-  }
-
-  Capabilities capabilities() const override { return {name_, true, true, false}; }
-
-  Status create_handle(const HandleSettings& settings, std::unique_ptr<HandleTransport>* handle) override {
-    auto created = std::make_unique<DeviceHandle>(member_, settings);
-    NVTE_EP_TRY(created->allocate());
-    *handle = std::move(created);
-    return Status();
-  }
-
-  // Nothing that a caller owns is read by peers in place, and zero_copy is refused at creation: plain memory.
-  Status mem_alloc(int64_t bytes, void** pointer) override {
-    NVTE_EP_TRY(member_->check_alive());
-    void* block = nullptr;
-    NVTE_EP_TRY(member_->backend->allocate(bytes, &block));
-    const Status met = member_->ranks->agree("mem_alloc", {{"bytes", bytes}}, nullptr);
-    if (!met.ok()) {
-      member_->backend->release(block);
-      return met;
-    }
-    symmetric_[static_cast<uint8_t*>(block)] = bytes;
-    *pointer = block;
-    return Status();
-  }
-  Status mem_free(void* pointer) override {
-    const auto found = symmetric_.find(static_cast<uint8_t*>(pointer));
-    if (found == symmetric_.end())
-      return invalid_argument("pointer: expected one from mem_alloc of this group, got ", pointer);
-    NVTE_EP_TRY(member_->ranks->agree("mem_free", {{"bytes", found->second}}, nullptr));
-    member_->backend->release(pointer);
-    symmetric_.erase(found);
-    return Status();
-  }
-  bool is_symmetric(const void* pointer, int64_t bytes) const override {
-    const uint8_t* p = static_cast<const uint8_t*>(pointer);
-    auto it = symmetric_.upper_bound(p);
-    if (it == symmetric_.begin()) return false;
-    --it;
-    return p + bytes <= it->first + it->second;
-  }
-
-  Finding poll() override {
-    Finding finding;
-    Status failed = member_->ranks->failure(&finding.rank);
-    if (failed.ok()) failed = member_->ranks->check_clock();
-    if (!failed.ok()) {
-      finding.status = failed.code();
-      return finding;
-    }
-    const std::lock_guard<std::mutex> lock(member_->handles_mutex);
-    for (DeviceHandle* handle : member_->handles) {
-      finding = handle->next_finding(!member_->settings.drop_on_overflow);
-      if (finding.status != NVTE_EP_STATUS_OK) return finding;
-    }
-    return Finding();
-  }
-
-  Status failure() const override { return member_->check_alive(); }
-
-  void abort() override { member_->ranks->abort(text("rank ", member_->rank, " aborted the group")); }
-
-  void close() override {
-    if (closed_) return;
-    closed_ = true;
-    member_->ranks->close();
-  }
-
- private:
-  const char* name_;
-  std::shared_ptr<Member> member_;
-  std::map<const uint8_t*, int64_t> symmetric_;
-  bool closed_ = false;
-};
-
 std::unique_ptr<GroupTransport> make_group(const char* name, const GroupSettings& settings, Backend* backend,
-                                           int32_t rank, int32_t size, std::shared_ptr<Member> member) {
+                                           int32_t rank, int32_t size,
+                                           const std::shared_ptr<RoutingRanks>& ranks,
+                                           DeviceExchange* exchange) {
+  auto member = std::make_shared<DeviceMember>();
+  member->ranks = ranks;
   member->settings = settings;
   member->backend = backend;
   member->rank = rank;
   member->size = size;
-  return std::make_unique<DeviceGroup>(name, std::move(member));
+  return make_device_group(Capabilities{name, true, true, false}, member,
+                           [member, ranks, exchange](const HandleSettings& handle_settings,
+                                                     std::unique_ptr<HandleTransport>* handle) {
+                             auto created =
+                                 std::make_unique<DeviceHandle>(member, ranks, exchange, handle_settings);
+                             NVTE_EP_TRY(created->allocate());
+                             *handle = std::move(created);
+                             return Status();
+                           });
 }
 
 }  // namespace
@@ -580,23 +442,18 @@ std::unique_ptr<GroupTransport> make_group(const char* name, const GroupSettings
 std::unique_ptr<GroupTransport> make_device_group(const char* name, const GroupSettings& settings,
                                                   Backend* backend, int32_t rank, int32_t size,
                                                   std::unique_ptr<DeviceExchange> exchange) {
-  auto member = std::make_shared<Member>();
-  member->exchange = exchange.get();
-  member->ranks = std::move(exchange);
-  return make_group(name, settings, backend, rank, size, std::move(member));
+  DeviceExchange* const same = exchange.get();
+  return make_group(name, settings, backend, rank, size, std::move(exchange), same);
 }
 
 std::unique_ptr<GroupTransport> make_slot_group(const char* name, const GroupSettings& settings,
                                                 Backend* backend, int32_t rank, int32_t size,
-                                                std::unique_ptr<DeviceRanks> ranks) {
-  auto member = std::make_shared<Member>();
-  member->ranks = std::move(ranks);
-  return make_group(name, settings, backend, rank, size, std::move(member));
+                                                std::unique_ptr<RoutingRanks> ranks) {
+  return make_group(name, settings, backend, rank, size, std::move(ranks), nullptr);
 }
 
-std::vector<Agreed> group_agreement(const GroupSettings& settings, int32_t transport) {
-  return {{"transport", transport},
-          {"num_experts", settings.num_experts},
+std::vector<Agreed> group_agreement(const GroupSettings& settings) {
+  return {{"num_experts", settings.num_experts},
           {"hidden", settings.hidden},
           {"max_tokens_per_rank", settings.max_tokens_per_rank},
           {"max_top_k", settings.max_top_k},

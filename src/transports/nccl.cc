@@ -21,8 +21,7 @@ class NcclExchange : public DeviceExchange {
   ~NcclExchange() override { close(); }
 
   Status open(nccl::Comm base) {
-    NVTE_EP_TRY(ranks_.open(base));
-    NVTE_EP_TRY(ranks_.agree("group_create", group_agreement(settings_, NVTE_EP_TRANSPORT_NCCL), nullptr));
+    NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL));
     if (settings_.eager()) return Status();
     NVTE_EP_TRY(outbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size())));
     return inbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size()));

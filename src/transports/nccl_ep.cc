@@ -66,7 +66,7 @@ class NcclEpSlots;
 
 // One rank of the group, and what its handles share. Steps follow each other on the group's stream, so one set of buffers
 // for rows that cannot be handed over as they are will do.
-class NcclEpRanks : public DeviceRanks {
+class NcclEpRanks : public RoutingRanks {
  public:
   NcclEpRanks(const nccl_ep::Api& api, const GroupSettings& settings, Backend* backend, int32_t rank,
               int32_t size)
@@ -77,8 +77,7 @@ class NcclEpRanks : public DeviceRanks {
   ~NcclEpRanks() override { close(); }
 
   Status open(nccl::Comm base) {
-    NVTE_EP_TRY(ranks_.open(base));
-    NVTE_EP_TRY(ranks_.agree("group_create", group_agreement(settings_, NVTE_EP_TRANSPORT_NCCL_EP), nullptr));
+    NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL_EP));
     nccl_ep::GroupConfig config;
     config.algorithm = nccl_ep::kHighThroughput;
     config.num_experts = static_cast<unsigned>(settings_.num_experts);

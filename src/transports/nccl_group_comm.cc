@@ -11,11 +11,14 @@ namespace nvte_ep {
 using nccl::check;
 using Clock = std::chrono::steady_clock;
 
-Status NcclGroupComm::open(nccl::Comm base) {
+Status NcclGroupComm::open(nccl::Comm base, const GroupSettings& settings, int32_t transport) {
   NVTE_EP_TRY(watch_.open());
-  return backend_->with_device([&] {
+  NVTE_EP_TRY(backend_->with_device([&] {
     return check(api_, api_.ncclCommSplit(base, 0, rank_, &comm_, nullptr), "ncclCommSplit", base);
-  });
+  }));
+  std::vector<Agreed> agreement = group_agreement(settings);
+  agreement.push_back({"transport", transport});
+  return agree("group_create", agreement, nullptr);
 }
 
 Status NcclGroupComm::gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) {

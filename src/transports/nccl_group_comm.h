@@ -29,8 +29,9 @@ class NcclGroupComm {
   NcclGroupComm(const NcclGroupComm&) = delete;
   NcclGroupComm& operator=(const NcclGroupComm&) = delete;
 
-  // Splits base, so that groups do not order each other's calls. Collective.
-  Status open(nccl::Comm base);
+  // Splits base, so that groups do not order each other's calls. Collective. INVALID_ARGUMENT where the ranks disagree on the
+  // settings, or on the transport (NVTE_EP_TRANSPORT_*): AUTO may have chosen differently.
+  Status open(nccl::Comm base, const GroupSettings& settings, int32_t transport);
 
   const nccl::Api& api() const { return api_; }
   nccl::Comm comm() const { return comm_; }

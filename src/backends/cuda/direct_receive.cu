@@ -213,12 +213,15 @@ __device__ __forceinline__ void make_scales(const ReceiveArguments& a, int64_t t
 
 template <typename Format>
 __global__ void __launch_bounds__(kThreads, 4) receive_rows(const ReceiveArguments a) {
-  const int64_t band = blockIdx.x / (kCopyBlocks + 1);
-  const int member = static_cast<int>(blockIdx.x % (kCopyBlocks + 1));
-  if (member == kCopyBlocks) {
-    make_scales<Format>(a, band);
-  } else if (a.payload != nullptr) {
-    copy_payload(a, band * kScaleTileRows + member * kCopyRows);
+  for (int64_t work = blockIdx.x; work < a.blocks; work += gridDim.x) {
+    const int64_t band = work / (kCopyBlocks + 1);
+    const int member = static_cast<int>(work % (kCopyBlocks + 1));
+    if (member == kCopyBlocks) {
+      make_scales<Format>(a, band);
+    } else if (a.payload != nullptr) {
+      copy_payload(a, band * kScaleTileRows + member * kCopyRows);
+    }
+    __syncthreads();
   }
 }
 
@@ -269,7 +272,8 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
   if (a.tiles) return launch_receive_tiles(format, a, tiles, context);
   LaunchShape second;
   second.threads = kThreads;
-  second.blocks = tiles * (kCopyBlocks + 1);
+  a.blocks = second.blocks = tiles * (kCopyBlocks + 1);
+  second.bounded = true;
   return format == NVTE_EP_FORMAT_NVFP4
              ? launch_kernel<receive_rows<Nvfp4>>("receive_rows", context, second, a)
              : launch_kernel<receive_rows<Mxfp8>>("receive_rows", context, second, a);

@@ -15,6 +15,7 @@ struct LaunchContext {
   int sms = 0;
   int shared_bytes_per_sm = 0;
   int shared_bytes_per_block = 0;
+  int max_sms = 0;  // kernels take up no more than so many multiprocessors hold at one time; 0: no limit
 };
 
 Status launch_quantize(int32_t format, const TensorView& tokens, const RowsView& rows,

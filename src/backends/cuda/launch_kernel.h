@@ -28,6 +28,7 @@ struct LaunchShape {
   int threads = 0;
   int shared_bytes = 0;
   int cluster = 1;
+  bool bounded = false;  // a smaller grid does the work too: LaunchContext::max_sms holds
 };
 
 // Registers per thread of a kernel, after allowing it all the shared memory of the device.
@@ -47,12 +48,13 @@ Status prepare_kernel(const LaunchContext& context, int* registers) {
   return Status();
 }
 
-// Blocks that the device runs at one time.
-inline int64_t resident_blocks(const LaunchContext& context, const LaunchShape& shape, int registers) {
+// Blocks that so many multiprocessors run at one time.
+inline int64_t resident_blocks(const LaunchContext& context, const LaunchShape& shape, int registers,
+                               int sms) {
   const int by_threads = 2048 / shape.threads;
   const int by_registers = 65536 / ((registers + 7) / 8 * 8 * shape.threads);
   const int by_shared = context.shared_bytes_per_sm / (shape.shared_bytes + 1024);
-  return static_cast<int64_t>(context.sms) * std::max(1, std::min({by_threads, by_registers, by_shared, 32}));
+  return static_cast<int64_t>(sms) * std::max(1, std::min({by_threads, by_registers, by_shared, 32}));
 }
 
 // Every kernel that launch_kernel can launch, collected before main.
@@ -75,7 +77,11 @@ Status launch_kernel(const char* what, const LaunchContext& context, const Launc
   int registers;
   NVTE_EP_TRY(prepare_kernel<kKernel>(context, &registers));
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(shape.blocks, 0x7FFFFFFF)));
+  int64_t blocks = std::min<int64_t>(shape.blocks, 0x7FFFFFFF);
+  if (context.max_sms > 0 && shape.bounded) {
+    blocks = std::min(blocks, resident_blocks(context, shape, registers, context.max_sms));
+  }
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = context.stream;

@@ -28,6 +28,12 @@ struct QuantizeArguments {
   RowsView rows;
   RowLayout layout;
   CodecOptions options;
+
+  __device__ __forceinline__ QuantizeArguments with_rows_flipped() const {
+    QuantizeArguments a = *this;
+    a.rows = flipped(rows);
+    return a;
+  }
 };
 
 // What follows the scales in a packed row: the token scale, if there is one, between zero bytes. One warp
@@ -123,7 +129,8 @@ constexpr int kRowRegisters =
 // Tokens at multiples of 16 bytes, payload at multiples of 8.
 template <typename Token, bool kStochastic>
 __global__ void __maxnreg__((kRowRegisters<Token, kStochastic>))
-    quantize_nvfp4_rows(const QuantizeArguments a, int warps_per_row) {
+    quantize_nvfp4_rows(const QuantizeArguments arguments, int warps_per_row) {
+  const QuantizeArguments a = arguments.with_rows_flipped();
   __shared__ uint32_t exchange[2][kMaxWarps];
   const int rows_per_block = static_cast<int>(blockDim.x) / kWarp / warps_per_row;
   const int warp_in_row = warp_id() % warps_per_row;
@@ -198,7 +205,8 @@ __global__ void __maxnreg__((kRowRegisters<Token, kStochastic>))
 
 // A thread block a row, read twice, at any alignment.
 template <typename Token, bool kStochastic>
-__global__ void __launch_bounds__(kMaxThreads) quantize_nvfp4_wide_rows(const QuantizeArguments a) {
+__global__ void __launch_bounds__(kMaxThreads) quantize_nvfp4_wide_rows(const QuantizeArguments arguments) {
+  const QuantizeArguments a = arguments.with_rows_flipped();
   __shared__ uint32_t exchange[2][kMaxWarps];
   const int64_t blocks = a.rows.hidden / Nvfp4::kBlock;
   const int64_t count = rows_in_use(a.rows.rows, a.options);
@@ -254,7 +262,8 @@ __device__ __forceinline__ uint4 encode_mxfp8_half(const Block16<Token>& x, uint
 
 template <typename Token, bool kAligned>
 __global__ void __launch_bounds__(256, Token::kBytes == 4 && !kAligned ? 3 : 4)
-    quantize_mxfp8_rows(const QuantizeArguments a, const RowThreads threads) {
+    quantize_mxfp8_rows(const QuantizeArguments arguments, const RowThreads threads) {
+  const QuantizeArguments a = arguments.with_rows_flipped();
   constexpr int kInFlight = 2;
   const int token_alignment = kAligned ? 16 : a.token_alignment;
   const int payload_alignment = kAligned ? 16 : a.payload_alignment;
@@ -299,7 +308,8 @@ __global__ void __launch_bounds__(256, Token::kBytes == 4 && !kAligned ? 3 : 4)
 // Eight elements a thread; BF16 tokens keep their bytes, NaN payloads too.
 template <typename Token>
 __global__ void __launch_bounds__(256, 4)
-    quantize_bf16_rows(const QuantizeArguments a, const RowThreads threads) {
+    quantize_bf16_rows(const QuantizeArguments arguments, const RowThreads threads) {
+  const QuantizeArguments a = arguments.with_rows_flipped();
   const int64_t count = rows_in_use(a.rows.rows, a.options);
   const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
   const int first_chunk = static_cast<int>(threadIdx.x) % threads.threads_per_row;
@@ -343,8 +353,9 @@ struct AssembleArguments {
 __global__ void __launch_bounds__(256, 4) assemble_rows(const AssembleArguments a) {
   const int64_t count = rows_in_use(a.apart.rows, a.options);
   const TensorScale tensor_scale = read_tensor_scale(a.options);
+  uint8_t* const packed = flipped(a.packed).payload;
   for (int64_t row = blockIdx.x; row < count; row += gridDim.x) {
-    uint8_t* to = a.packed.payload + row * a.packed.payload_stride;
+    uint8_t* to = packed + row * a.packed.payload_stride;
     const auto copy = [&](uint8_t* out, const uint8_t* in, int64_t bytes, int alignment) {
       for (int64_t at = static_cast<int64_t>(threadIdx.x) * 16; at < bytes; at += blockDim.x * 16) {
         const int piece = static_cast<int>(bytes - at < 16 ? bytes - at : 16);
@@ -373,11 +384,14 @@ __global__ void __launch_bounds__(256, 4) assemble_rows(const AssembleArguments 
 
 // ---- launches ---------------------------------------------------------------------------------------------
 
+int64_t flip_bytes(const RowsView& rows) { return rows.flip == nullptr ? 0 : rows.flip_bytes; }
+
 template <typename Token, bool kStochastic>
 Status launch_nvfp4(const QuantizeArguments& a, const LaunchContext& context) {
   const int64_t blocks = a.rows.hidden / Nvfp4::kBlock;
   const int64_t warps_per_row = (blocks + kWarp * kUnits - 1) / (kWarp * kUnits);
   LaunchShape shape;
+  shape.bounded = true;
   if (warps_per_row * kWarp > kMaxThreads || a.token_alignment < 16 || a.payload_alignment < 8) {
     shape.threads = static_cast<int>(std::min<int64_t>(kMaxThreads, round_up(blocks, kWarp)));
     shape.blocks = a.rows.rows;
@@ -422,7 +436,7 @@ Status launch_quantize(int32_t format, const TensorView& tokens, const RowsView&
   a.tokens = static_cast<const uint8_t*>(tokens.data);
   a.token_stride = tokens.stride * dtype_bytes(tokens.dtype);
   a.token_alignment = alignment_of(tokens.data, a.token_stride);
-  a.payload_alignment = alignment_of(rows.payload, rows.payload_stride);
+  a.payload_alignment = alignment_of(rows.payload, rows.payload_stride, flip_bytes(rows));
   a.rows = rows;
   a.layout = row_layout(*find_format(format), rows.hidden);
   a.options = options;
@@ -444,12 +458,14 @@ Status launch_assemble(int32_t format, const RowsView& apart, const RowsView& pa
   a.layout = row_layout(*find_format(format), apart.hidden);
   a.options = options;
   if (format != NVTE_EP_FORMAT_NVFP4) a.options.tensor_scale = nullptr;
-  a.payload_alignment = alignment_of(apart.payload, apart.payload_stride,
-                                     reinterpret_cast<int64_t>(packed.payload), packed.payload_stride);
+  a.payload_alignment =
+      alignment_of(apart.payload, apart.payload_stride, reinterpret_cast<int64_t>(packed.payload),
+                   packed.payload_stride, flip_bytes(packed));
   a.scales_alignment =
       alignment_of(apart.scales, apart.scales_stride, reinterpret_cast<int64_t>(packed.payload),
-                   packed.payload_stride, a.layout.payload_bytes);
+                   packed.payload_stride, a.layout.payload_bytes, flip_bytes(packed));
   LaunchShape shape;
+  shape.bounded = true;
   shape.blocks = apart.rows;
   shape.threads = 256;
   return launch_kernel<assemble_rows>("assemble_rows", context, shape, a);

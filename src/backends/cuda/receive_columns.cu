@@ -41,8 +41,9 @@ struct Band {
   int rows;           // 1 to 128
 };
 
-__device__ __forceinline__ bool find_band(const ReceiveArguments& a, int64_t tile, Band* b) {
-  b->slab = find_slab_of_tile<kThreads>(a.counts, blockIdx.x == 0 ? a.options.findings : nullptr, tile);
+__device__ __forceinline__ bool find_band(const ReceiveArguments& a, int64_t block, Band* b) {
+  const int64_t tile = block / a.column_groups;
+  b->slab = find_slab_of_tile<kThreads>(a.counts, block == 0 ? a.options.findings : nullptr, tile);
   if (b->slab.expert < 0) return false;
   b->band = tile - b->slab.first_tile;
   const int64_t rows = b->slab.rows - b->band * kBand;
@@ -424,7 +425,7 @@ __device__ __forceinline__ void store_columnwise(const ReceiveArguments& a, cons
 }
 
 template <bool kStochastic>
-__global__ void __launch_bounds__(kThreads, 2) receive_tiles_nvfp4(const ReceiveArguments a) {
+__device__ __forceinline__ void receive_tiles(Nvfp4, const ReceiveArguments& a, int64_t work) {
   extern __shared__ __align__(128) uint8_t shared[];
   using Layout = Stage<Nvfp4>;
   float* units = reinterpret_cast<float*>(shared + 2 * Layout::kBytes);
@@ -434,8 +435,8 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_nvfp4(const Receive
   RowRescale* rescale = reinterpret_cast<RowRescale*>(tile.scales + kColumnScalesBytes);
 
   Band b;
-  const int group = static_cast<int>(blockIdx.x % a.column_groups);
-  if (!find_band(a, blockIdx.x / a.column_groups, &b)) return;
+  const int group = static_cast<int>(work % a.column_groups);
+  if (!find_band(a, work, &b)) return;
   const uint8_t exponent = a.scales != nullptr ? *a.group_exponent(b.slab, b.band, group) : 0;
   const uint8_t column_exponent = *a.column_exponent(b.slab, b.band, group);
   ColumnScaling scaling{};
@@ -537,14 +538,15 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_nvfp4(const Receive
 // Scales of the 8 column blocks by 128 rows as FP32.
 constexpr int kFactorsBytes = kTileColumns / Mxfp8::kBlock * kBand * 4;
 
-__global__ void __launch_bounds__(kThreads, 2) receive_tiles_mxfp8(const ReceiveArguments a) {
+template <bool kStochastic>
+__device__ __forceinline__ void receive_tiles(Mxfp8, const ReceiveArguments& a, int64_t work) {
   extern __shared__ __align__(128) uint8_t shared[];
   using Layout = Stage<Mxfp8>;
   float* factors = reinterpret_cast<float*>(shared + 2 * Layout::kBytes);
   uint8_t* column_scales = shared + 2 * Layout::kBytes + kFactorsBytes;  // [256 columns][4 token blocks]
   Band b;
-  const int group = static_cast<int>(blockIdx.x % a.column_groups);
-  if (!find_band(a, blockIdx.x / a.column_groups, &b)) return;
+  const int group = static_cast<int>(work % a.column_groups);
+  if (!find_band(a, work, &b)) return;
   const int64_t group_begin = group * a.group_columns;
   const int64_t group_end =
       group_begin + a.group_columns < a.hidden ? group_begin + a.group_columns : a.hidden;
@@ -642,22 +644,30 @@ __global__ void __launch_bounds__(kThreads, 2) receive_tiles_mxfp8(const Receive
   wait_copies<0>();
 }
 
+template <typename Format, bool kStochastic>
+__global__ void __launch_bounds__(kThreads, 2) receive_tiles(const ReceiveArguments a) {
+  for (int64_t work = blockIdx.x; work < a.blocks; work += gridDim.x) {
+    receive_tiles<kStochastic>(Format(), a, work);
+    __syncthreads();
+  }
+}
+
 }  // namespace
 
-Status launch_receive_tiles(int32_t format, const ReceiveArguments& a, int64_t tiles,
-                            const LaunchContext& context) {
+Status launch_receive_tiles(int32_t format, ReceiveArguments a, int64_t tiles, const LaunchContext& context) {
   LaunchShape shape;
-  shape.blocks = tiles * a.column_groups;
+  a.blocks = shape.blocks = tiles * a.column_groups;
+  shape.bounded = true;
   shape.threads = kThreads;
   if (format == NVTE_EP_FORMAT_MXFP8) {
     shape.shared_bytes = 2 * Stage<Mxfp8>::kBytes + kFactorsBytes + kTileColumns * (kBand / Mxfp8::kBlock);
-    return launch_kernel<receive_tiles_mxfp8>("receive_tiles_mxfp8", context, shape, a);
+    return launch_kernel<receive_tiles<Mxfp8, false>>("receive_tiles", context, shape, a);
   }
   shape.shared_bytes = 2 * Stage<Nvfp4>::kBytes + kUnitsBytes + kColumnCodesBytes + kColumnScalesBytes +
                        kBand * static_cast<int>(sizeof(RowRescale));
   return a.options.stochastic
-             ? launch_kernel<receive_tiles_nvfp4<true>>("receive_tiles_nvfp4", context, shape, a)
-             : launch_kernel<receive_tiles_nvfp4<false>>("receive_tiles_nvfp4", context, shape, a);
+             ? launch_kernel<receive_tiles<Nvfp4, true>>("receive_tiles", context, shape, a)
+             : launch_kernel<receive_tiles<Nvfp4, false>>("receive_tiles", context, shape, a);
 }
 
 }  // namespace nvte_ep

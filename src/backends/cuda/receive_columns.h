@@ -8,7 +8,7 @@ namespace nvte_ep {
 struct ReceiveArguments;
 
 // Both operands, or the columnwise one, of up to so many bands of 128 rows.
-Status launch_receive_tiles(int32_t format, const ReceiveArguments& arguments, int64_t tiles,
+Status launch_receive_tiles(int32_t format, ReceiveArguments arguments, int64_t tiles,
                             const LaunchContext& context);
 
 }  // namespace nvte_ep

@@ -36,6 +36,7 @@ inline LaunchShape row_launch(const RowThreads& t, int64_t rows) {
   LaunchShape shape;
   shape.blocks = (rows + t.rows_per_block - 1) / t.rows_per_block;
   shape.threads = static_cast<int>(round_up(static_cast<int64_t>(t.threads_per_row) * t.rows_per_block, 32));
+  shape.bounded = true;
   return shape;
 }
 
