@@ -24,9 +24,12 @@ bool is_aligned(const void* pointer) {
 // The largest row that travels: BF16 tokens. FP32 sums go in two halves of that size.
 int64_t token_bytes(const GroupSettings& settings) { return settings.hidden * 2; }
 
-// Slots that NCCL EP is made for.
+// Tokens and slots that NCCL EP is made for.
+int64_t max_tokens(const GroupSettings& settings) {
+  return round_up(settings.max_tokens_per_rank, nccl_ep::kTokenMultiple);
+}
 int64_t max_slots(const GroupSettings& settings) {
-  return std::max(settings.recv_capacity, settings.max_tokens_per_rank);
+  return std::max(settings.recv_capacity, max_tokens(settings));
 }
 
 int data_type(DType dtype) {
@@ -81,7 +84,7 @@ class NcclEpRanks : public RoutingRanks {
     nccl_ep::GroupConfig config;
     config.algorithm = nccl_ep::kHighThroughput;
     config.num_experts = static_cast<unsigned>(settings_.num_experts);
-    config.max_dispatch_tokens_per_rank = static_cast<unsigned>(settings_.max_tokens_per_rank);
+    config.max_dispatch_tokens_per_rank = static_cast<unsigned>(max_tokens(settings_));
     config.max_recv_tokens_per_rank = settings_.eager() ? 0 : static_cast<unsigned>(max_slots(settings_));
     config.max_token_bytes = static_cast<unsigned>(token_bytes(settings_));
     config.num_topk = static_cast<unsigned>(settings_.max_top_k);
@@ -471,7 +474,7 @@ Status create_nccl_ep(Communicator* comm, const GroupSettings& settings, Backend
 void nccl_ep_memory(const Communicator& comm, const GroupSettings& settings, int64_t* group_bytes,
                     int64_t* exchange_bytes, int64_t* handle_bytes) {
   constexpr int64_t kWorkspace = 32 << 20;
-  const int64_t tokens = settings.max_tokens_per_rank;
+  const int64_t tokens = max_tokens(settings);
   const int64_t all_tokens = tokens * comm.size();
   const int64_t slots = settings.eager() ? all_tokens * settings.max_top_k : max_slots(settings);
   const int64_t experts = settings.num_experts;

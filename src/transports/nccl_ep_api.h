@@ -17,9 +17,10 @@ constexpr unsigned kTensorMagic = 0xCAFECAFEu;
 constexpr int kMinimumVersion = 200;         // 0.2.0
 constexpr int kMinimumNcclVersion = 23007;   // 2.30.7: what its device code is written for
 constexpr int64_t kMaxTokensPerRank = 8192;  // compiled in
+constexpr int64_t kTokenMultiple = 16;       // of max_dispatch_tokens_per_rank, for 16-byte rows of its maps
 constexpr int kMaxRanks = 64;
 constexpr int kMaxTopK = 32;
-constexpr int kMaxLocalExperts = 1024;
+constexpr int kMaxLocalExperts = 512;
 constexpr int kExpertMultiple = 4;  // weights travel as 16-byte rows of FP32, one for each expert of a domain
 constexpr int64_t kAlignment = 16;  // of rows and their addresses
 
