@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import nvte_ep
 from numpy.typing import NDArray
-from nvte_ep import Group, Handle, Operand, Routing
+from nvte_ep import Group, Handle, Operand, Routing, UnsupportedError
 
 from distributed.cases import DTYPES, Case
 from distributed.launcher import Rank
@@ -28,6 +28,23 @@ from distributed.transports import Transport
 
 Array = NDArray[Any]
 BF16 = DTYPES["bfloat16"]
+
+
+def refused_settings(rank: Rank, transport: Transport) -> list[str]:
+    """What of the table's traits the library says UNSUPPORTED to."""
+    refused = []
+    settings = {"num_experts": 2, "hidden": 64, "max_tokens_per_rank": 4, "recv_capacity": 256}
+    try:
+        transport.join(rank, zero_copy=True, **settings).close()
+    except UnsupportedError:
+        refused.append("zero_copy")
+    with transport.join(rank, **settings) as group:
+        try:
+            # Not by way of a mirror, which would ask for what the transport has.
+            Handle(group, top_k=1, combine="mxfp8", dispatch_backward="mxfp8").close()
+        except UnsupportedError:
+            refused.append("mxfp8_sums")
+    return refused
 
 
 # ---- what travels ------------------------------------------------------------------------------------------

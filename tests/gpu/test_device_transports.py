@@ -236,6 +236,16 @@ def test_nccl_processes(setup: Setup) -> None:
     compare(setup, expected, got)
 
 
+@pytest.mark.parametrize("memory", ("windows", "ipc"))
+@pytest.mark.parametrize("setup", [SETUPS[0], SETUPS[1], SETUPS[5], SETUPS[6], SETUPS[7]], ids=str)
+def test_peer_processes(setup: Setup, memory: str) -> None:
+    """Both ways in which processes address each other's memory; the same kernels run as between threads."""
+    expected = run_threads(setup.ranks, step, setup, "threads", "threads", "cpu")
+    environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NVTE_EP_PEER_MEMORY": memory}
+    got = run_processes(setup.ranks, step, setup, "peer", "nccl", "cuda", environment=lambda _: environment)
+    compare(setup, expected, got)
+
+
 def require_nccl_ep() -> None:
     """NCCL EP is an option: where it is not there, its tests are skipped, unless NVTE_EP_REQUIRE names it."""
     (entry,) = (t for t in nvte_ep.build_info()["transports"] if t["name"] == "nccl_ep")

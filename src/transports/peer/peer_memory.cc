@@ -1,5 +1,6 @@
 #include "transports/peer/peer_memory.h"
 
+#include "transports/peer/process_memory.h"
 #include "transports/peer/thread_memory.h"
 
 namespace nvte_ep {
@@ -11,13 +12,14 @@ PeerMemory::~PeerMemory() {
   if (report_ != nullptr) backend_->release_shared(report_);
 }
 
-Status PeerMemory::failure(int32_t* rank) const {
+Status PeerMemory::failure(int32_t* rank) {
   *rank = -1;
   const volatile MeetingReport& report = *report_;
   const int32_t status = report.status;  // written after the rank
   if (status == 0) return host_failure(rank);
   *rank = report.rank;
   if (status == NVTE_EP_STATUS_TIMEOUT) {
+    if (!told_.exchange(true)) tell(*rank);
     return Status(status, text("rank ", *rank, " did not arrive within ",
                                static_cast<double>(settings_.timeout_ns) * 1e-9, " s"));
   }
@@ -25,17 +27,21 @@ Status PeerMemory::failure(int32_t* rank) const {
 }
 
 Status probe_peer_memory(const Communicator& comm, const GroupSettings&) {
-  if (comm.kind() == NVTE_EP_COMM_THREADS) return Status();
-  return unsupported("peer works between ranks of one process so far");
+  return comm.kind() == NVTE_EP_COMM_NCCL ? probe_process_memory(comm) : Status();
 }
 
 Status open_peer_memory(Communicator* comm, const GroupSettings& settings, Backend* backend,
                         int64_t bytes_per_rank, std::unique_ptr<PeerMemory>* memory) {
-  std::unique_ptr<PeerMemory> created = make_thread_memory(comm, settings, backend);
+  std::unique_ptr<PeerMemory> created = comm->kind() == NVTE_EP_COMM_NCCL
+                                            ? make_process_memory(comm, settings, backend)
+                                            : make_thread_memory(comm, settings, backend);
   void* report = nullptr;
   NVTE_EP_TRY(backend->allocate_shared(sizeof(MeetingReport), &report));
   created->report_ = static_cast<MeetingReport*>(report);
   NVTE_EP_TRY(created->open(bytes_per_rank));
+  const int64_t bytes = created->size() * static_cast<int64_t>(sizeof(int32_t*));
+  NVTE_EP_TRY(created->ended_words_.reserve(backend, bytes));
+  NVTE_EP_TRY(backend->upload(created->ended_words_.as<void>(), created->ended_.data(), bytes, nullptr));
   *memory = std::move(created);
   return Status();
 }

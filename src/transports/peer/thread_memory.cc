@@ -48,8 +48,6 @@ class ThreadMemory : public PeerMemory {
       : PeerMemory(settings, backend, comm->rank(), comm->size()), rendezvous_(next_rendezvous(comm)) {}
   ~ThreadMemory() override { close(); }
 
-  const int32_t* ended() const override { return const_cast<const int32_t*>(shared_->ended()); }
-
   Status agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t) override {
     Publication p;
     p.step = step;
@@ -58,11 +56,7 @@ class ThreadMemory : public PeerMemory {
                                  [](const std::vector<Publication>&) { return Status(); });
   }
 
-  void abort() override {
-    if (shared_ == nullptr) return;  // closed
-    *shared_->ended() = rank() + 1;
-    rendezvous_->abort(rank());
-  }
+  void abort() override { tell(rank()); }
 
   void close() override {
     if (rendezvous_ == nullptr) return;
@@ -102,6 +96,7 @@ class ThreadMemory : public PeerMemory {
           return Status();
         }));
     pools_ = std::move(pools);
+    ended_.assign(pools_.size(), const_cast<int32_t*>(shared_->ended()));
     return Status();
   }
 
@@ -117,6 +112,12 @@ class ThreadMemory : public PeerMemory {
         &common));
     shared_ = std::static_pointer_cast<SharedPools>(common);
     return shared_->add(backend_, bytes, pool);
+  }
+
+  void tell(int32_t rank_of_it) override {
+    if (shared_ == nullptr) return;  // closed
+    *shared_->ended() = rank_of_it + 1;
+    rendezvous_->abort(rank_of_it);
   }
 
   Status host_failure(int32_t* rank) const override {

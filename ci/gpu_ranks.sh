@@ -1,0 +1,122 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Everything that several ranks on GPUs have to show: the distributed suites on every transport of device memory (a killed
+# peer among them), a soak with random delays, and `nvte-ep bench ep`. On as many GPUs as there are; ranks share them where
+# there are fewer. A call takes nine minutes at most and each part has its limit; what went well is not done again by the
+# next call, so that a run that was cut off goes on where it was.
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+usage() {
+  cat <<'TEXT'
+usage: ci/gpu_ranks.sh [--ranks N] [--parts PART,...] [--transports NAME,...] [--out DIR] [--again]
+  --ranks N      the most ranks of a case of the table, and the ranks of soak and bench
+                 (default: the number of GPUs; for the suites at least 4)
+  --parts        of build,suites,soak,bench (default: all)
+  --transports   of peer_threads,peer_processes,nccl_ep,nccl (default: all; one that cannot run is a failure)
+  --out DIR      logs and figures (default: $OUT, else build/gpu_ranks)
+  --again        also what is done already
+Environment: NVTE_EP_LIBRARY (a libnvte_ep.so with its CUDA side, in place of a build), NVTE_EP_BUILD_DIR (build),
+             PYTHON (python3), CUDACXX, NCCL_HOME and NCCL_EP_HOME where these are not found by themselves
+TEXT
+}
+
+ranks="" parts=build,suites,soak,bench transports=peer_threads,peer_processes,nccl_ep,nccl again=0
+out="${OUT:-$BUILD_DIR/gpu_ranks}"
+while [[ $# -gt 0 ]]; do
+  case "$1" in
+    --ranks) ranks="$2"; shift ;;
+    --parts) parts="$2"; shift ;;
+    --transports) transports="$2"; shift ;;
+    --out) out="$2"; shift ;;
+    --again) again=1 ;;
+    -h | --help) usage; exit 0 ;;
+    *) usage >&2; die "unknown argument: $1" ;;
+  esac
+  shift
+done
+for part in ${parts//,/ }; do
+  [[ ,build,suites,soak,bench, == *,"$part",* ]] || die "--parts: unknown '$part'"
+done
+gpus="$(nvidia-smi --query-gpu=name --format=csv,noheader | grep -c . || true)"
+[[ $gpus -ge 1 ]] || die "there is no GPU"
+ranks="${ranks:-$gpus}"
+mkdir -p "$out"
+out="$(realpath "$out")"
+python="${PYTHON:-python3}"
+build="$BUILD_DIR-gpu"
+export NVTE_EP_LIBRARY="${NVTE_EP_LIBRARY:-$build/src/libnvte_ep.so}"
+export PYTHONPATH="$ROOT/python:$ROOT/tests" PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+export NVTE_EP_MAX_RANKS="$((ranks > 4 ? ranks : 4))" NVTE_EP_REQUIRE="${NVTE_EP_REQUIRE:-cuda}"
+cd "$ROOT"
+end=$((SECONDS + 530))  # of nine minutes
+nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader | tee "$out/devices.txt"
+
+# step NAME SECONDS COMMAND...: runs it once. Keeps its log, and in NAME.result how it went.
+step() {
+  local name="$1" limit="$2" begin=$SECONDS code=0
+  shift 2
+  if [[ $again -eq 0 ]] && grep -qs '^ok ' "$out/$name.result"; then
+    echo "$name: done already"
+    return
+  fi
+  [[ $limit -lt $((end - SECONDS)) ]] || limit=$((end - SECONDS))
+  if [[ $limit -lt 5 ]]; then
+    echo "LEFT-OUT 0 no time left: run the script again" | tee "$out/$name.result"
+    return
+  fi
+  say "$name (at most $limit s)"
+  timeout --kill-after=5 "$limit" "$@" >"$out/$name.log" 2>&1 || code=$?
+  local how="ok"
+  [[ $code -eq 0 ]] || how="FAILED"
+  [[ $code -ne 124 && $code -ne 137 ]] || how="TIME-OUT"
+  # The last line that says something.
+  echo "$how $((SECONDS - begin)) $(grep -v '^ *$' "$out/$name.log" | tail -1 | tr -d '=' | cut -c1-110)" >"$out/$name.result"
+  cat "$out/$name.result"
+  [[ $code -eq 0 ]] || grep -E '^(FAILED|ERROR|E  )' "$out/$name.log" | sort -u | cut -c1-200 | head -20 || true
+}
+
+for part in ${parts//,/ }; do
+  case "$part" in
+    build)
+      if [[ $NVTE_EP_LIBRARY != "$build/"* ]]; then
+        [[ -f $NVTE_EP_LIBRARY ]] || die "NVTE_EP_LIBRARY: no file $NVTE_EP_LIBRARY"
+        continue
+      fi
+      if ! command -v cmake >/dev/null || ! command -v ninja >/dev/null; then venv_with "$VENV" cmake ninja; fi
+      # shellcheck disable=SC2016 # the inner shell expands them
+      PATH="$PATH:$VENV/bin" BUILD="$build" step build 150 bash -ec '
+        cmake -S "$ROOT" -B "$BUILD" -G Ninja -DNVTE_EP_CUDA=ON -DNVTE_EP_BUILD_TESTS=OFF
+        cmake --build "$BUILD" --target nvte_ep'
+      ;;
+    suites)
+      # What needs no device is tested elsewhere.
+      suite=("$python" -m pytest -p no:cacheprovider -q --tb=short -o faulthandler_timeout=120 -o junit_family=xunit1
+        --durations 15 tests/distributed --ignore tests/distributed/test_launcher.py
+        --ignore tests/distributed/test_mirror.py --ignore tests/distributed/test_model.py)
+      for transport in ${transports//,/ }; do
+        NVTE_EP_TRANSPORTS="$transport" step "suite_$transport" 120 "${suite[@]}" --junit-xml "$out/suite_$transport.xml"
+      done
+      ;;
+    soak)
+      for kind in threads processes; do
+        [[ ,$transports, == *,peer_$kind,* ]] || continue
+        step "soak_peer_$kind" 50 "$python" tests/gpu/soak_peer.py --ranks "$((ranks > 2 ? ranks : 2))" "--$kind" \
+          --seconds 40
+      done
+      ;;
+    bench)
+      step bench 110 "$python" -m nvte_ep bench ep --quick --ranks "$ranks" --json "$out/ep.json" \
+        --markdown "$out/ep.md"
+      ;;
+  esac
+done
+
+say "$ranks ranks on $gpus GPUs"
+printf '%-22s %-9s %6s  %s\n' part result s "last line"
+failed=0
+for result in "$out"/*.result; do
+  read -r how seconds line <"$result"
+  [[ $how == ok ]] || failed=1
+  printf '%-22s %-9s %6s  %s\n' "$(basename "$result" .result)" "$how" "$seconds" "$line"
+done
+exit $failed
