@@ -30,7 +30,7 @@ class SlotExchange {
   virtual ~SlotExchange() = default;
   // After the routing is known: tokens of this rank, slots as RoutingView has them.
   virtual Status prepare(int64_t tokens, int64_t slots, nvte_ep_stream_t stream) = 0;
-  virtual Status send_rows(const SendRows& call, nvte_ep_stream_t stream) = 0;
+  virtual Status dispatch(const DispatchCall& call, const RoutingView& routing, nvte_ep_stream_t stream) = 0;
   virtual Status return_rows(const ReturnRows& call, nvte_ep_stream_t stream) = 0;
 };
 

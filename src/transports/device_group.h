@@ -31,6 +31,11 @@ class DeviceRanks {
   virtual Status check_clock() { return Status(); }
   virtual void abort(const std::string& message) = 0;
   virtual void close() = 0;
+  // Memory for mem_alloc, the same bytes on every rank. Peers reach it where the group has zero_copy; collective.
+  virtual Status allocate_symmetric(Backend* backend, int64_t bytes, void** memory) {
+    return backend->allocate(bytes, memory);
+  }
+  virtual void release_symmetric(Backend* backend, void* memory) { backend->release(memory); }
 };
 
 // What a handle's kernels tell the host, at any time: sums over all calls.

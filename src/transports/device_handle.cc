@@ -133,8 +133,15 @@ class DeviceHandle : public HandleTransport {
   Status send_memory(void** memory, nvte_ep_stream_t stream) override {
     *memory = nullptr;
     NVTE_EP_TRY(member_->check_alive());
-    if (slot_exchange_ != nullptr || plan_.send_tokens != nullptr) return Status();  // taken from anywhere
+    if (plan_.send_tokens != nullptr) return Status();  // listed items are gathered from anywhere
     return exchange_->outbox(outbox_need(largest_row()), memory, stream);
+  }
+
+  bool takes_dispatch() const override { return slot_exchange_ != nullptr; }
+
+  Status dispatch(const DispatchCall& call, nvte_ep_stream_t stream) override {
+    NVTE_EP_TRY(member_->check_alive());
+    return slot_exchange_->dispatch(call, routing(), stream);
   }
 
   Status send_rows(const SendRows& call, nvte_ep_stream_t stream) override {
@@ -143,7 +150,6 @@ class DeviceHandle : public HandleTransport {
       return invalid_argument(
           "topk_weights: expected on every rank because this one asks for recv_weights, got NULL");
     }
-    if (slot_exchange_ != nullptr) return slot_exchange_->send_rows(call, stream);
     GatherRows gather{};
     NVTE_EP_TRY(travel(call.rows, call.row_stride, call.readable_rows, call.row_bytes, &gather.rows, stream));
     gather.slot_source = plan_.slot_source;

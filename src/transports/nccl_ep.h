@@ -1,6 +1,9 @@
 // `nccl_ep`: NVIDIA's NCCL EP in high-throughput mode. Its engine puts rows into slots and sums slots into tokens; which slot
 // holds what is decided by our own prepare, whose order it shares: NCCL EP is given the kept indices only, so it sees no
 // illegal or repeated index and never overflows.
+//
+// zero_copy: dispatch writes straight into the peers' symmetric memory, combine and dispatch backward read it there, and add
+// the slots of a token in place: what lies in expert_out and grad_received is changed.
 #ifndef NVTE_EP_TRANSPORTS_NCCL_EP_H_
 #define NVTE_EP_TRANSPORTS_NCCL_EP_H_
 

@@ -4,7 +4,7 @@
 #include <thread>
 #include <utility>
 
-#include "transports/device_buffer.h"
+#include "transports/device_exchange.h"
 
 namespace nvte_ep {
 
@@ -28,28 +28,17 @@ Status NcclGroupComm::gather(const void* mine, void* all, int64_t bytes, nvte_ep
   });
 }
 
+NcclGather NcclGroupComm::hosts() {
+  return NcclGather(api_, comm_, backend_, size_,
+                    [this](const char* step, nvte_ep_stream_t stream) { return wait(step, stream); });
+}
+
 Status NcclGroupComm::agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream) {
-  const int64_t n = static_cast<int64_t>(mine.size());
-  std::vector<int64_t> values;
-  for (const Agreed& a : mine) values.push_back(a.value);
-  DeviceBuffer send, receive;
-  NVTE_EP_TRY(send.reserve(backend_, n * 8));
-  NVTE_EP_TRY(receive.reserve(backend_, n * 8 * size_));
-  NVTE_EP_TRY(backend_->upload(send.as<void>(), values.data(), n * 8, stream));
-  NVTE_EP_TRY(gather(send.as<void>(), receive.as<void>(), n * 8, stream));
-  NVTE_EP_TRY(wait(step, stream));
-  std::vector<int64_t> all(static_cast<size_t>(n * size_));
-  NVTE_EP_TRY(backend_->download(all.data(), receive.as<void>(), n * 8 * size_, stream));
-  for (int32_t r = 1; r < size_; ++r) {
-    for (int64_t i = 0; i < n; ++i) {
-      const int64_t first = all[static_cast<size_t>(i)];
-      const int64_t other = all[static_cast<size_t>(r * n + i)];
-      if (first == other) continue;
-      return invalid_argument(mine[static_cast<size_t>(i)].name, ": expected the same on every rank, got ",
-                              first, " on rank 0 and ", other, " on rank ", r);
-    }
-  }
-  return Status();
+  return hosts().agree(step, mine, stream);
+}
+
+Status NcclGroupComm::settle(const char* step, const Status& mine, nvte_ep_stream_t stream) {
+  return hosts().settle(step, mine, stream);
 }
 
 Status NcclGroupComm::wait(const char* step, nvte_ep_stream_t stream) {

@@ -9,6 +9,7 @@
 #include "core/backend.h"
 #include "transports/device_exchange.h"
 #include "transports/nccl_api.h"
+#include "transports/nccl_gather.h"
 #include "transports/step_watch.h"
 
 namespace nvte_ep {
@@ -44,6 +45,8 @@ class NcclGroupComm {
   Status gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream);
   // Every rank's values to every rank's host; INVALID_ARGUMENT on all of them where they differ. Waits.
   Status agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream);
+  // OK where every rank is; else the first failure, on every rank. Waits.
+  Status settle(const char* step, const Status& mine, nvte_ep_stream_t stream);
   // Waits for the stream, the time-out at most.
   Status wait(const char* step, nvte_ep_stream_t stream);
 
@@ -60,6 +63,7 @@ class NcclGroupComm {
   bool is_stuck();
 
  private:
+  NcclGather hosts();
   Status fail(nvte_ep_status_t code, const std::string& message);
 
   const nccl::Api& api_;
