@@ -20,7 +20,7 @@ class NcclExchange : public DeviceExchange {
       : settings_(settings), backend_(backend), ranks_(api, backend, rank, size, settings.timeout_ns, true) {}
   ~NcclExchange() override { close(); }
 
-  Status open(nccl::Comm base) {
+  Status open(NcclCommunicator* base) {
     NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL));
     if (settings_.eager()) return Status();
     NVTE_EP_TRY(outbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size())));
@@ -190,10 +190,10 @@ Status probe_nccl(const Communicator& comm, const GroupSettings& settings) {
 
 Status create_nccl(Communicator* comm, const GroupSettings& settings, Backend* backend,
                    std::unique_ptr<GroupTransport>* group) {
-  const NcclCommunicator& base = *static_cast<NcclCommunicator*>(comm);
+  NcclCommunicator& base = *static_cast<NcclCommunicator*>(comm);
   if (base.comm() == nullptr) return bad_state("comm: it was ended because a peer did not come");
   auto exchange = std::make_unique<NcclExchange>(base.api(), settings, backend, comm->rank(), comm->size());
-  NVTE_EP_TRY(exchange->open(base.comm()));
+  NVTE_EP_TRY(exchange->open(&base));
   *group = make_device_group("nccl", settings, backend, comm->rank(), comm->size(), std::move(exchange));
   return Status();
 }

@@ -89,7 +89,7 @@ class NcclEpRanks : public RoutingRanks {
         ranks_(api, backend, rank, size, settings.timeout_ns, false) {}
   ~NcclEpRanks() override { close(); }
 
-  Status open(nccl::Comm base) {
+  Status open(NcclCommunicator* base) {
     NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL_EP));
     // AUTO goes on to the next transport where one rank cannot take part.
     NVTE_EP_TRY(ranks_.settle("group_create", nccl_ep::load(&api_), nullptr));
@@ -617,9 +617,9 @@ Status create_nccl_ep(Communicator* comm, const GroupSettings& settings, Backend
     return invalid_argument("config.num_sms: expected at most ", backend->num_sms(), " on this device, got ",
                             settings.num_sms);
   }
-  const NcclCommunicator& base = *static_cast<NcclCommunicator*>(comm);
-  auto ranks = std::make_unique<NcclEpRanks>(base.api(), settings, backend, comm->rank(), comm->size());
-  NVTE_EP_TRY(ranks->open(base.comm()));
+  NcclCommunicator* const base = static_cast<NcclCommunicator*>(comm);
+  auto ranks = std::make_unique<NcclEpRanks>(base->api(), settings, backend, comm->rank(), comm->size());
+  NVTE_EP_TRY(ranks->open(base));
   *group = make_slot_group("nccl_ep", settings, backend, comm->rank(), comm->size(), std::move(ranks));
   return Status();
 }

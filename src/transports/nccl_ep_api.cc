@@ -61,8 +61,9 @@ Status open(Api* api) {
   if (library == nullptr) library = dlopen("libnccl_ep.so", RTLD_NOW | RTLD_NOLOAD);
   std::string tried;
   if (library == nullptr) {
-    for (const std::string& path :
-         nccl::library_candidates(std::getenv("NVTE_EP_NCCL_EP_LIBRARY"), wheel_paths(), kName)) {
+    for (const std::string& path : nccl::library_candidates(
+             std::getenv("NVTE_EP_NCCL_EP_LIBRARY"),
+             {nccl::site_packages(), nccl::site_of_nccl(api->nccl->path)}, wheel_paths(), kName)) {
       library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
       if (library != nullptr) break;
       const char* reason = dlerror();

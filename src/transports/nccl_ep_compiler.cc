@@ -63,7 +63,7 @@ std::string list(const std::vector<fs::path>& folders) {
 }
 
 // NCCL EP looks at NCCL_EP_JIT_NVCC, NVCC, CUDA_HOME and CUDA_PATH, then for the plain name.
-Status find_nvcc(const fs::path& site, fs::path* nvcc) {
+Status find_nvcc(const std::vector<fs::path>& sites, fs::path* nvcc) {
   for (const char* name : {"NCCL_EP_JIT_NVCC", "NVCC"}) {
     const std::string given = variable(name);
     if (given.empty()) continue;
@@ -76,7 +76,9 @@ Status find_nvcc(const fs::path& site, fs::path* nvcc) {
   }
   candidates.push_back(on_path("nvcc"));
   candidates.emplace_back("/usr/local/cuda/bin/nvcc");
-  if (!site.empty()) candidates.push_back(site / "nvidia/cu13/bin/nvcc");
+  for (const fs::path& site : sites) {
+    if (!site.empty()) candidates.push_back(site / "nvidia/cu13/bin/nvcc");
+  }
   for (const fs::path& candidate : candidates) {
     if (!is_program(candidate)) continue;
     *nvcc = candidate;
@@ -84,8 +86,8 @@ Status find_nvcc(const fs::path& site, fs::path* nvcc) {
   }
   return unsupported(
       "NCCL EP compiles its kernels at run time, and there is no nvcc: tried CUDA_HOME, CUDA_PATH, PATH, ",
-      "/usr/local/cuda", site.empty() ? "" : " and the wheels",
-      "; install the CUDA toolkit, or its wheels (pip install nvidia-cuda-nvcc), or set NCCL_EP_JIT_NVCC");
+      "/usr/local/cuda and the wheels; install the CUDA toolkit, or its wheels (pip install "
+      "nvidia-cuda-nvcc), or set NCCL_EP_JIT_NVCC");
 }
 
 // nvcc takes the host compiler from PATH unless it is told otherwise.
@@ -114,9 +116,8 @@ int header_version(const fs::path& header) {
 }  // namespace
 
 Status provide_compiler(const std::string& nccl_ep_path, const nccl::Api& nccl) {
-  const fs::path site = nccl::site_packages();
   fs::path nvcc;
-  NVTE_EP_TRY(find_nvcc(site, &nvcc));
+  NVTE_EP_TRY(find_nvcc({nccl::site_packages(), nccl::site_of_nccl(nccl.path)}, &nvcc));
   NVTE_EP_TRY(check_host_compiler());
 
   const fs::path ep = folder_of(nccl_ep_path);

@@ -5,16 +5,19 @@
 #include <utility>
 
 #include "transports/device_exchange.h"
+#include "transports/nccl.h"
 
 namespace nvte_ep {
 
 using nccl::check;
 using Clock = std::chrono::steady_clock;
 
-Status NcclGroupComm::open(nccl::Comm base, const GroupSettings& settings, int32_t transport) {
+Status NcclGroupComm::open(NcclCommunicator* base, const GroupSettings& settings, int32_t transport) {
   NVTE_EP_TRY(watch_.open());
+  base_ = base;
   NVTE_EP_TRY(backend_->with_device([&] {
-    return check(api_, api_.ncclCommSplit(base, 0, rank_, &comm_, nullptr), "ncclCommSplit", base);
+    return check(api_, api_.ncclCommSplit(base->comm(), 0, rank_, &comm_, nullptr), "ncclCommSplit",
+                 base->comm());
   }));
   std::vector<Agreed> agreement = group_agreement(settings);
   agreement.push_back({"transport", transport});
@@ -80,7 +83,11 @@ Status NcclGroupComm::check_watch() {
 Status NcclGroupComm::fail(nvte_ep_status_t code, const std::string& message) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (failure_.ok()) failure_ = Status(code, message);
-  if (is_stuck()) backend_->abandon();
+  if (base_ != nullptr) base_->expect_lost_peer();
+  if (is_stuck()) {
+    backend_->abandon();
+    if (base_ != nullptr) base_->forget();
+  }
   return failure_;
 }
 
@@ -91,6 +98,7 @@ void NcclGroupComm::abort(const std::string& message) {
 
 void NcclGroupComm::close() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  base_ = nullptr;
   const nccl::Comm mine = std::exchange(comm_, nullptr);
   if (mine == nullptr || is_stuck()) return;
   (void)backend_->with_device([&] {

@@ -14,6 +14,8 @@
 
 namespace nvte_ep {
 
+class NcclCommunicator;
+
 class NcclGroupComm {
  public:
   // abort_ends_kernels: whether all kernels that run over the communicator look at its abort flag, as NCCL's own do.
@@ -32,7 +34,7 @@ class NcclGroupComm {
 
   // Splits base, so that groups do not order each other's calls. Collective. INVALID_ARGUMENT where the ranks disagree on the
   // settings, or on the transport (NVTE_EP_TRANSPORT_*): AUTO may have chosen differently.
-  Status open(nccl::Comm base, const GroupSettings& settings, int32_t transport);
+  Status open(NcclCommunicator* base, const GroupSettings& settings, int32_t transport);
 
   const nccl::Api& api() const { return api_; }
   nccl::Comm comm() const { return comm_; }
@@ -71,6 +73,7 @@ class NcclGroupComm {
   const int32_t rank_, size_;
   const int64_t timeout_ns_;
   const bool abort_ends_kernels_;
+  NcclCommunicator* base_ = nullptr;  // until close
   nccl::Comm comm_ = nullptr;
   StepWatch watch_;
   std::recursive_mutex mutex_;
