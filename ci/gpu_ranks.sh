@@ -11,12 +11,13 @@ usage() {
 usage: ci/gpu_ranks.sh [--ranks N] [--parts PART,...] [--transports NAME,...] [--out DIR] [--again]
   --ranks N      the most ranks of a case of the table, and the ranks of soak and bench
                  (default: the number of GPUs; for the suites at least 4)
-  --parts        of build,suites,soak,bench (default: all)
-  --transports   of peer_threads,peer_processes,nccl_ep,nccl (default: all; one that cannot run is a failure)
+  --parts        of build,suites,soak,bench (default: these) and sanitizer
+  --transports   of peer_threads,peer_processes,peer_ipc,nccl_ep,nccl (default: all but peer_ipc; one that cannot run is
+                 a failure)
   --out DIR      logs and figures (default: $OUT, else build/gpu_ranks)
-  --again        also what is done already
-Environment: NVTE_EP_LIBRARY (a libnvte_ep.so with its CUDA side, in place of a build), NVTE_EP_BUILD_DIR (build),
-             PYTHON (python3), CUDACXX, NCCL_HOME and NCCL_EP_HOME where these are not found by themselves
+  --again        also what went well already
+Environment: NVTE_EP_BUILD_DIR (build: the GPU side goes to build-gpu), PYTHON (python3), CUDACXX, and NCCL_HOME where the
+             NCCL to use is not the first that is found
 TEXT
 }
 
@@ -35,18 +36,23 @@ while [[ $# -gt 0 ]]; do
   shift
 done
 for part in ${parts//,/ }; do
-  [[ ,build,suites,soak,bench, == *,"$part",* ]] || die "--parts: unknown '$part'"
+  [[ ,build,suites,soak,bench,sanitizer, == *,"$part",* ]] || die "--parts: unknown '$part'"
 done
 gpus="$(nvidia-smi --query-gpu=name --format=csv,noheader | grep -c . || true)"
 [[ $gpus -ge 1 ]] || die "there is no GPU"
 ranks="${ranks:-$gpus}"
+several=$((ranks > 2 ? ranks : 2))  # one has no peer
 mkdir -p "$out"
 out="$(realpath "$out")"
 python="${PYTHON:-python3}"
 build="$BUILD_DIR-gpu"
-export NVTE_EP_LIBRARY="${NVTE_EP_LIBRARY:-$build/src/libnvte_ep.so}"
+export NVTE_EP_LIBRARY="$build/src/libnvte_ep.so" NVTE_EP_BUILD_DIR="$build"
 export PYTHONPATH="$ROOT/python:$ROOT/tests" PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
-export NVTE_EP_MAX_RANKS="$((ranks > 4 ? ranks : 4))" NVTE_EP_REQUIRE="${NVTE_EP_REQUIRE:-cuda}"
+export NVTE_EP_MAX_RANKS="$((ranks > 4 ? ranks : 4))" NVTE_EP_REQUIRE="${NVTE_EP_REQUIRE:-cuda,conformance_ranks}"
+[[ $several -le $gpus ]] || export NCCL_MULTI_RANK_GPU_ENABLE=1
+# A framework may bring an NCCL of its own, and the first that a process loads is the one that it uses.
+preload=(env)
+[[ ! -f ${NCCL_HOME:-}/lib/libnccl.so.2 ]] || preload=(env LD_PRELOAD="$NCCL_HOME/lib/libnccl.so.2")
 cd "$ROOT"
 end=$((SECONDS + 530))  # of nine minutes
 nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader | tee "$out/devices.txt"
@@ -55,7 +61,7 @@ nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader | tee "$o
 step() {
   local name="$1" limit="$2" begin=$SECONDS code=0
   shift 2
-  if [[ $again -eq 0 ]] && grep -qs '^ok ' "$out/$name.result"; then
+  if [[ $again -eq 0 && $name != build ]] && grep -qs '^ok ' "$out/$name.result"; then
     echo "$name: done already"
     return
   fi
@@ -78,15 +84,11 @@ step() {
 for part in ${parts//,/ }; do
   case "$part" in
     build)
-      if [[ $NVTE_EP_LIBRARY != "$build/"* ]]; then
-        [[ -f $NVTE_EP_LIBRARY ]] || die "NVTE_EP_LIBRARY: no file $NVTE_EP_LIBRARY"
-        continue
-      fi
       if ! command -v cmake >/dev/null || ! command -v ninja >/dev/null; then venv_with "$VENV" cmake ninja; fi
       # shellcheck disable=SC2016 # the inner shell expands them
-      PATH="$PATH:$VENV/bin" BUILD="$build" step build 150 bash -ec '
-        cmake -S "$ROOT" -B "$BUILD" -G Ninja -DNVTE_EP_CUDA=ON -DNVTE_EP_BUILD_TESTS=OFF
-        cmake --build "$BUILD" --target nvte_ep'
+      PATH="$PATH:$VENV/bin" step build 150 bash -ec '
+        cmake -S "$ROOT" -B "$NVTE_EP_BUILD_DIR" -G Ninja -DNVTE_EP_CUDA=ON -DNVTE_EP_BUILD_TESTS=ON
+        cmake --build "$NVTE_EP_BUILD_DIR" --target nvte_ep conformance_ranks soak_peer'
       ;;
     suites)
       # What needs no device is tested elsewhere.
@@ -98,14 +100,31 @@ for part in ${parts//,/ }; do
       done
       ;;
     soak)
-      for kind in threads processes; do
-        [[ ,$transports, == *,peer_$kind,* ]] || continue
-        step "soak_peer_$kind" 50 "$python" tests/gpu/soak_peer.py --ranks "$((ranks > 2 ? ranks : 2))" "--$kind" \
-          --seconds 40
+      soak=("${preload[@]}" "$build/tests/cuda/soak_peer" --ranks "$several" --gpus "$gpus" --seconds 30)
+      if [[ ,$transports, == *,peer_threads,* ]]; then
+        step soak_threads 45 "${soak[@]}"
+        step soak_threads_graph 45 "${soak[@]}" --graph
+      fi
+      [[ ,$transports, == *,peer_processes,* ]] || continue
+      [[ $several -le $gpus ]] || soak+=(--iterations 100)  # they take turns on a GPU
+      for memory in windows ipc; do
+        export NVTE_EP_PEER_MEMORY="$memory"
+        step "soak_$memory" 45 "${soak[@]}" --kind processes
+        step "killed_peer_$memory" 30 "${soak[@]}" --kind processes --timeout 2 --kill 1
+        step "stalled_peer_$memory" 30 "${soak[@]}" --kind processes --timeout 2 --stall 1
+      done
+      unset NVTE_EP_PEER_MEMORY
+      ;;
+    sanitizer)
+      for tool in memcheck racecheck; do
+        for transport in peer nccl; do
+          step "${tool}_$transport" 90 "$python" -m distributed.programs --ranks 2 compute-sanitizer --tool "$tool" \
+            --error-exitcode 9 --print-limit 20 "$build/tests/cuda/conformance_ranks" "$transport"
+        done
       done
       ;;
     bench)
-      step bench 110 "$python" -m nvte_ep bench ep --quick --ranks "$ranks" --json "$out/ep.json" \
+      step bench 110 "${preload[@]}" "$python" -m nvte_ep bench ep --quick --ranks "$ranks" --json "$out/ep.json" \
         --markdown "$out/ep.md"
       ;;
   esac

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nvte_ep import _cuda
+from nvte_ep import _cuda, _device_pool
 from nvte_ep._arguments import integer
 from nvte_ep._dtypes import BY_NAME, CPU, CUDA_TYPE, Device, DType, device_name, dtype_name, parse_device
 from nvte_ep._streams import NO_STREAM
@@ -99,14 +99,15 @@ def _host_bytes(nbytes: int) -> NDArray[Any]:
 
 
 def _device_bytes(nbytes: int, device_id: int) -> NDArray[Any]:
-    pointer = _cuda.malloc(nbytes, device_id)
+    pool = _device_pool.pool(device_id)
+    pointer = pool.take(nbytes)
     memory = Memory(pointer, nbytes)
-    finalizer = weakref.finalize(memory, _cuda.free, pointer, device_id)
+    finalizer = weakref.finalize(memory, pool.give, pointer, nbytes)
     finalizer.atexit = False  # a consumer may still use it then, and the driver takes everything back
     return np.asarray(memory)
 
 
-def _element_type(function: str, dtype: Any) -> DType:
+def element_type(function: str, dtype: Any) -> DType:
     name = dtype_name(dtype)
     if name not in BY_NAME:
         raise invalid(function, "dtype", "one of " + ", ".join(BY_NAME), repr(dtype))
@@ -154,13 +155,13 @@ class Array:
     @classmethod
     def empty(cls, shape: int | tuple[int, ...], dtype: Any = "uint8", device: Any = CPU) -> Array:
         """An uninitialised array, aligned to 256 bytes."""
-        element_type = _element_type("Array.empty", dtype)
+        kind = element_type("Array.empty", dtype)
         where = parse_device("Array.empty", device)
         parts = shape if isinstance(shape, (tuple, list)) else (shape,)
         sizes = tuple(integer("Array.empty", "shape", part) for part in parts)
         if any(size < 0 for size in sizes):
             raise invalid("Array.empty", "shape", "no negative size", str(sizes))
-        storage = np.dtype(element_type.storage)
+        storage = np.dtype(kind.storage)
         nbytes = math.prod(sizes) * storage.itemsize
         try:
             memory = _device_bytes(nbytes, where[1]) if where[0] == CUDA_TYPE else _host_bytes(nbytes)
@@ -168,7 +169,7 @@ class Array:
             if isinstance(error, OutOfMemoryError):
                 raise
             raise OutOfMemoryError(Status.OUT_OF_MEMORY, f"Array.empty: {nbytes} bytes: {error}") from error
-        return cls(memory.view(storage).reshape(sizes), element_type, where)
+        return cls(memory.view(storage).reshape(sizes), kind, where)
 
     @classmethod
     def borrow(cls, pointer: int, nbytes: int, device: Device, owner: Any, stream: int = 0) -> Array:
@@ -234,6 +235,10 @@ class Array:
         # The Ellipsis makes NumPy return a view, never a scalar, which it would have to read.
         return self._same(self._array[keys if Ellipsis in keys else (*keys, Ellipsis)])
 
+    def part(self, offset: int, nbytes: int, element_type: DType) -> Array:
+        """For this package: bytes of a uint8 array of one dimension as elements of a type."""
+        return self._same(self._array[offset : offset + nbytes].view(element_type.storage), element_type)
+
     def reshape(self, *shape: int) -> Array:
         """The same memory in another shape."""
         if not self._array.flags.c_contiguous:  # NumPy would copy
@@ -242,8 +247,8 @@ class Array:
 
     def view(self, dtype: Any) -> Array:
         """The same memory as another element type."""
-        element_type = _element_type("Array.view", dtype)
-        return self._same(self._array.view(element_type.storage), element_type)
+        kind = element_type("Array.view", dtype)
+        return self._same(self._array.view(kind.storage), kind)
 
     def wait_on(self, stream: int) -> None:
         """Makes `stream` wait for what was last written here."""

@@ -4,8 +4,8 @@
 
     python3 tests/cuda/soak_mutants.py BUILD [--build-only | --run-only] [SOAK_ARGUMENT...]
 
-BUILD holds a finished build of nvte_ep and soak_peer with Ninja. One file of each mutant is compiled again,
-and all is linked into BUILD/mutants/NAME.
+BUILD holds a finished build of nvte_ep and soak_peer with Ninja. What reads the file of a mutant is compiled
+again, and all is linked into BUILD/mutants/NAME.
 """
 
 from __future__ import annotations
@@ -23,61 +23,75 @@ LIBRARY = "src/libnvte_ep.so"
 @dataclass(frozen=True)
 class Mutant:
     name: str
-    source: str
-    old: str
-    new: str
+    file: str  # below src
+    edits: tuple[tuple[str, str], ...]
 
 
+WAIT = "(load_acquire(arrival) - epoch) < 0; ++spin"
 MUTANTS = (
-    Mutant(
-        "nobody_waits",
-        "src/transports/peer/peer_kernels.cu",
-        "(load_acquire(arrival) - epoch) < 0; ++spin",
-        "(load_acquire(arrival) - epoch) < -(1 << 30); ++spin",
-    ),
+    Mutant("nobody_waits", "transports/peer/peer_kernels.cu", ((WAIT, WAIT.replace("0;", "-(1 << 30);")),)),
     Mutant(
         "waits_for_the_meeting_before",
-        "src/transports/peer/peer_kernels.cu",
-        "(load_acquire(arrival) - epoch) < 0; ++spin",
-        "(load_acquire(arrival) - epoch) < -1; ++spin",
+        "transports/peer/peer_kernels.cu",
+        ((WAIT, WAIT.replace("0;", "-1;")),),
     ),
     Mutant(
         "overwrites_what_peers_read",
-        "src/transports/peer/peer.cc",
-        "if (!open_) NVTE_EP_TRY(meet(stream));",
-        "(void)stream;",
+        "transports/peer/peer.cc",
+        (("if (!open_) NVTE_EP_TRY(meet(stream));", "(void)stream;"),),
     ),
 )
 
 
-def commands(build: Path, target: str) -> list[str]:
+def ninja(build: Path, tool: str, *targets: str) -> list[str]:
     run = subprocess.run(
-        ["ninja", "-t", "commands", target], cwd=build, capture_output=True, text=True, check=True
+        ["ninja", "-t", tool, *targets], cwd=build, capture_output=True, text=True, check=True
     )
-    return [
-        line.replace("-Werror all-warnings", "").replace("-Werror", "") for line in run.stdout.splitlines()
-    ]
+    return run.stdout.splitlines()
+
+
+def objects_that_read(build: Path, file: Path) -> list[str]:
+    """Objects of the library whose compilation reads the file."""
+    found, current = [], ""
+    for line in ninja(build, "deps"):
+        if not line.startswith(" "):
+            current = line.split(":")[0]
+        elif line.strip() and (build / line.strip()).resolve() == file and "nvte_ep_objects" in current:
+            found.append(current)
+    if not found:
+        raise SystemExit(f"nothing in {build} was compiled from {file}")
+    return found
 
 
 def build_mutant(build: Path, mutant: Mutant) -> Path:
-    source = ROOT / mutant.source
+    source = ROOT / "src" / mutant.file
     text = source.read_text()
-    if text.count(mutant.old) != 1:
-        raise SystemExit(f"{mutant.name}: {mutant.source} has {text.count(mutant.old)} times {mutant.old!r}")
+    for old, new in mutant.edits:
+        if text.count(old) != 1:
+            raise SystemExit(f"{mutant.name}: {mutant.file} has {text.count(old)} times {old!r}")
+        text = text.replace(old, new)
     folder = build / "mutants" / mutant.name
-    folder.mkdir(parents=True, exist_ok=True)
-    changed = folder / source.name
-    changed.write_text(text.replace(mutant.old, mutant.new))
-    inside = f"src/CMakeFiles/nvte_ep_objects.dir/{mutant.source.removeprefix('src/')}.o"
-    mine = folder / "mutant.o"
-    compiled = next(line for line in commands(build, inside) if f"-o {inside}" in line)
-    compiled = compiled.replace(f"-o {inside}", f"-o {mine}").replace(f"{inside}.d", f"{mine}.d")
-    subprocess.run(compiled.replace(str(source), str(changed)), shell=True, cwd=build, check=True)
-    link = next(line for line in commands(build, LIBRARY) if " -shared " in line)
+    changed = folder / mutant.file  # found before the original: every include names the path below src
+    changed.parent.mkdir(parents=True, exist_ok=True)
+    changed.write_text(text)
+    link = next(line for line in ninja(build, "commands", LIBRARY) if " -shared " in line)
+    for number, inside in enumerate(objects_that_read(build, source)):
+        command = next(line for line in ninja(build, "commands", inside) if f"-o {inside}" in line)
+        mine = folder / f"{number}.o"
+        for old, new in (
+            ("-Werror all-warnings", ""),
+            ("-Werror", ""),
+            (" -I", f" -I{folder} -I"),
+            (f"-o {inside}", f"-o {mine}"),
+            (f"{inside}.d", f"{mine}.d"),
+            (f" {source}", f" {changed}"),
+        ):
+            command = command.replace(old, new, 1 if old == " -I" else -1)
+        subprocess.run(command, shell=True, cwd=build, check=True)
+        link = link.replace(inside, str(mine))
     output = next(word for word in link.split() if word.startswith(LIBRARY))
     library = folder / "libnvte_ep.so.1"
-    link = link.replace(f"-o {output}", f"-o {library}").replace(inside, str(mine))
-    subprocess.run(link, shell=True, cwd=build, check=True)
+    subprocess.run(link.replace(f"-o {output}", f"-o {library}"), shell=True, cwd=build, check=True)
     return library
 
 
@@ -106,9 +120,8 @@ def main() -> int:
             continue
         code, output = soak(build, library, arguments)
         found = code == 1 and "wrong" in output
-        print(
-            f"{mutant.name}: {'found' if found else 'NOT FOUND'} (exit {code})\n  {output[-400:]}", flush=True
-        )
+        verdict = "found" if found else "NOT FOUND"
+        print(f"{mutant.name}: {verdict} (exit {code})\n  {output[-400:]}", flush=True)
         if not found:
             survivors.append(mutant.name)
     return 1 if survivors else 0

@@ -4,11 +4,13 @@
 // so the receiver knows it without asking, and data of another iteration is never right.
 //
 //   soak_peer [--kind threads|processes] [--ranks N] [--gpus N] [--passes N] [--seconds S] [--iterations N] [--graph]
-//             [--delay MICROSECONDS] [--tokens N] [--hidden N] [--timeout SECONDS] [--kill RANK] [--transport NAME]
+//             [--delay MICROSECONDS] [--tokens N] [--hidden N] [--timeout SECONDS] [--kill RANK] [--stall RANK]
+//             [--transport peer|nccl]
 //
 // An iteration: prepare with a new routing; dispatch in bf16 with weights; combine; dispatch with other data; dispatch
 // backward; combine backward of packed nvfp4 rows. --graph captures one and replays it. --kill: that process is killed with
-// SIGKILL in mid-run, and the others must name it within twice the time-out and end by themselves.
+// SIGKILL in mid-run, and the others must name it within twice the time-out and end by themselves. --stall: it is stopped, and
+// goes on when the others have given up: then it must name itself.
 // Exit code: 0 all right, 1 wrong data or a wrong report, 2 usage, 3 a failure of the run itself.
 #include <cuda_runtime.h>
 #include <sys/mman.h>
@@ -74,13 +76,14 @@ __host__ __device__ inline int tokens_of(const Shape& s, int64_t iteration, int 
   const uint32_t r = random_word(kCount, iteration, rank, 0, 0);
   return r % 8 == 0 ? 0 : static_cast<int>((r >> 8) % static_cast<uint32_t>(s.tokens + 1));
 }
-// The expert of a choice, -1: unrouted. The experts of a token differ: the number of experts is a power of two.
+// The expert of a choice, -1: unrouted. The experts of a token differ.
 __host__ __device__ inline int expert_of(const Shape& s, int64_t iteration, int rank, int64_t token, int k) {
   const uint32_t r = random_word(kRouting, iteration, rank, token, 0);
   if (((r >> (3 * k)) & 7) == 0) return -1;
-  const uint32_t start = random_word(kRouting, iteration, rank, token, 1);
-  const uint32_t step = random_word(kRouting, iteration, rank, token, 2) | 1;
-  return static_cast<int>((start + static_cast<uint32_t>(k) * step) & static_cast<uint32_t>(s.experts - 1));
+  const uint32_t experts = static_cast<uint32_t>(s.experts);
+  const uint32_t start = random_word(kRouting, iteration, rank, token, 1) % experts;
+  const uint32_t step = 1 + random_word(kRouting, iteration, rank, token, 2) % (experts / kTopK);
+  return static_cast<int>((start + static_cast<uint32_t>(k) * step) % experts);
 }
 __host__ __device__ inline float weight_of(int64_t iteration, int rank, int64_t token, int k) {
   return static_cast<float>(random_word(kWeights, iteration, rank, token, k) & 0xFFFF);
@@ -247,6 +250,7 @@ __global__ void check_sums(Shape s, What what, const int64_t* iteration, int ran
 struct Options {
   bool processes = false, graph = false;
   int ranks = 2, gpus = 1, passes = 1, iterations = 2000, delay_us = 40, tokens = 96, hidden = 512, kill = -1;
+  bool stall = false;  // the rank to kill is stopped instead
   double seconds = 0, timeout = 20;
   std::string transport = "peer";
 };
@@ -565,6 +569,7 @@ int run_rank(const Options& o, Shared* shared, int rank) {
       run.close();
       printf("rank %d: destroyed, %.3f s after the kill\n", rank,
              static_cast<double>(now_ns() - shared->killed_at_ns) * 1e-9);
+      fflush(stdout);
       return shared->failed ? 1 : 0;
     }
     if (!barrier(o, shared, &rounds)) give_up("rank %d: a rank is gone", rank);
@@ -630,14 +635,15 @@ bool parse(int argc, char** argv, Options* o) {
                           : name == "--tokens"     ? &o->tokens
                           : name == "--hidden"     ? &o->hidden
                           : name == "--kill"       ? &o->kill
+                          : name == "--stall"      ? &o->kill
                                                    : nullptr;
       if (number == nullptr) return false;
       *number = std::atoi(value);
+      if (name == "--stall") o->stall = true;
     }
   }
-  const bool power_of_two = o->ranks > 0 && (o->ranks & (o->ranks - 1)) == 0;
-  return power_of_two && o->ranks <= kMaxRanks && o->tokens > 0 && o->hidden % 64 == 0 &&
-         (o->kill < 0 || o->processes);
+  return o->ranks > 0 && o->ranks <= kMaxRanks && o->gpus > 0 && o->tokens > 0 && o->hidden % 64 == 0 &&
+         (o->kill < 0 || (o->processes && o->kill < o->ranks));
 }
 
 }  // namespace
@@ -645,8 +651,7 @@ bool parse(int argc, char** argv, Options* o) {
 int main(int argc, char** argv) {
   Options o;
   if (!parse(argc, argv, &o)) {
-    fprintf(stderr,
-            "see the head of soak_peer.cu; --ranks is a power of two, --kill needs --kind processes\n");
+    fprintf(stderr, "see the head of soak_peer.cu; --kill and --stall need --kind processes\n");
     return 2;
   }
   setenv("CUDA_MODULE_LOADING", "EAGER", 1);  // a kernel that is loaded late waits for those that run
@@ -680,20 +685,24 @@ int main(int argc, char** argv) {
       for (int i = 0; i < 60000 && shared->arrived < o.ranks; ++i) usleep(1000);
       sleep(1);
       shared->killed_at_ns = now_ns();
-      kill(children[static_cast<size_t>(o.kill)], SIGKILL);
+      kill(children[static_cast<size_t>(o.kill)], o.stall ? SIGSTOP : SIGKILL);
     }
     const int64_t end = now_ns() + static_cast<int64_t>((2 * o.timeout + 30) * 1e9);
-    for (int r = 0; r < o.ranks; ++r) {
+    // The rank that was killed or stopped comes last.
+    for (int i = 0; i < o.ranks; ++i) {
+      const int r = o.kill < 0 ? i : (o.kill + 1 + i) % o.ranks;
+      const pid_t child = children[static_cast<size_t>(r)];
+      if (r == o.kill) kill(child, SIGCONT);
       int status = 0;
-      while (waitpid(children[static_cast<size_t>(r)], &status, o.kill >= 0 ? WNOHANG : 0) == 0) {
+      while (waitpid(child, &status, o.kill >= 0 ? WNOHANG : 0) == 0) {
         if (now_ns() > end) {
           printf("rank %d: does not end\n", r);
-          kill(children[static_cast<size_t>(r)], SIGKILL);
+          kill(child, SIGKILL);
           result = 1;
         }
         usleep(10000);
       }
-      if (r == o.kill) continue;
+      if (r == o.kill && !o.stall) continue;
       const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 3;
       if (code > result) result = code;
     }

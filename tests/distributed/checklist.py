@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,12 @@ def refused_settings(rank: Rank, transport: Transport) -> list[str]:
         except UnsupportedError:
             refused.append("mxfp8_sums")
     return refused
+
+
+def chosen_by_auto(rank: Rank, transport: Transport) -> str:
+    auto = dataclasses.replace(transport, name="auto")
+    with auto.join(rank, num_experts=2, hidden=64, max_tokens_per_rank=4, recv_capacity=256) as group:
+        return group.info.transport
 
 
 # ---- what travels ------------------------------------------------------------------------------------------
@@ -388,8 +395,10 @@ def two_groups_at_once(rank: Rank, transport: Transport, first: Case, second: Ca
     def work(index: int, case: Case) -> None:
         try:
             with groups[index] as group:
-                for _ in range(5):
-                    steps[index] = step_on(rank, open_handle(group, case), case)
+                # All of them live on: a device waits for whatever runs on it before it gives memory back.
+                handles = [open_handle(group, case) for _ in range(5)]
+                for handle in handles:
+                    steps[index] = step_on(rank, handle, case)
         except BaseException as error:
             steps[index] = error
 

@@ -21,7 +21,7 @@ import pytest
 from distributed import checklist, model
 from distributed.cases import CASES, Case
 from distributed.checks import assert_same_step
-from distributed.here import TRANSPORTS, on_transports_that, transports_that
+from distributed.here import TRANSPORTS, on_transports_that, transports_that, why_not
 from distributed.launcher import run_processes, run_threads
 from distributed.steps import RNG_STATE, run_step
 from distributed.transports import ALL, THREADS, Transport
@@ -55,6 +55,14 @@ def test_every_transport_that_is_here_is_tested() -> None:
     for transport in TRANSPORTS:
         (refused,) = transport.run(1, checklist.refused_settings, transport)
         assert refused == [name for name in ("zero_copy", "mxfp8_sums") if not getattr(transport, name)]
+
+
+@on_transports_that("on_device")
+def test_auto_takes_the_first_that_can(transport: Transport) -> None:
+    """In the order of the table, of those with this kind of communicator."""
+    rows = [row for row in ALL if row.on_device and row.communicator == transport.communicator]
+    expected = next(row.name for row in rows if row in TRANSPORTS or why_not(row) is None)
+    assert transport.run(2, checklist.chosen_by_auto, transport) == [expected] * 2
 
 
 # ---- what travels ------------------------------------------------------------------------------------------

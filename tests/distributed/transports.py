@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import nvte_ep
-from nvte_ep import Communicator, Group, NvteEpError, _cuda
+from nvte_ep import Communicator, Group, NvteEpError, UnsupportedError, _cuda
 from nvte_ep._dtypes import CPU, CUDA_TYPE, Device
 
 from distributed.launcher import DEFAULT_TIMEOUT, ProcessPool, Rank, run_threads
@@ -42,6 +42,7 @@ class Transport:
     communicator: str  # kind
     on_device: bool = True
     in_processes: bool = False
+    variables: tuple[tuple[str, str], ...] = ()  # of the environment of its processes
     mirrored: bool = True  # what the tests see are host arrays, and the library works on copies: mirror.py
     max_ranks: int = MAX_RANKS
     # Sums of slots are rounded once; else once more for each contributing rank. See checks.check_sum.
@@ -73,14 +74,18 @@ class Transport:
         """body(rank, *args) on every rank; the results in their order."""
         if not self.in_processes:
             return run_threads(size, body, *args, timeout=timeout)
-        return _pool().run(size, body, *args, timeout=timeout, may_die=may_die)
+        return _pool(self).run(size, body, *args, timeout=timeout, may_die=may_die)
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Of a rank's process."""
+        return environment(rank) | dict(self.variables)
 
     def takes(self, ranks: int) -> bool:
         return ranks <= self.max_ranks
 
     def sum_format(self, format: str) -> str:
         """How sums travel where a case asks for this wire format."""
-        return format if self.mxfp8_sums else "bf16"
+        return "bf16" if format == "mxfp8" and not self.mxfp8_sums else format
 
     # ---- in the ranks ----
 
@@ -147,7 +152,8 @@ _PROCESSES: dict[str, Any] = {"in_processes": True, "examples": 10, "alignments"
 ALL = [
     THREADS,
     Transport("peer_threads", "peer", "threads"),
-    Transport("peer_processes", "peer", "nccl", **_PROCESSES),
+    Transport("peer_processes", "peer", "nccl", **_PROCESSES),  # NCCL windows, where this NCCL has them
+    Transport("peer_ipc", "peer", "nccl", variables=(("NVTE_EP_PEER_MEMORY", "ipc"),), **_PROCESSES),
     Transport("nccl_ep", "nccl_ep", "nccl", **_PROCESSES, names_culprit=False),
     Transport("nccl", "nccl", "nccl", **_PROCESSES, names_culprit=False),
 ]
@@ -180,8 +186,17 @@ def environment(rank: int) -> dict[str, str]:
     return variables
 
 
+def why_not_at(rank: Rank, transport: Transport) -> str | None:
+    """Why the library does not make a group of one rank; None: it does."""
+    try:
+        transport.join(rank, num_experts=1, hidden=32, max_tokens_per_rank=1, recv_capacity=128).close()
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
 @functools.cache
-def _pool() -> ProcessPool:
-    pool = ProcessPool(environment)
+def _pool(transport: Transport) -> ProcessPool:
+    pool = ProcessPool(transport.environment)
     atexit.register(pool.close)
     return pool

@@ -26,7 +26,9 @@ Status PeerMemory::failure(int32_t* rank) {
   return Status(status, text("rank ", *rank, " ended the group"));
 }
 
-Status probe_peer_memory(const Communicator& comm, const GroupSettings&) {
+Status probe_peer_memory(const Communicator& comm, const GroupSettings& settings) {
+  Backend* backend = nullptr;
+  NVTE_EP_TRY(find_backend(settings.device, 0, &backend));
   return comm.kind() == NVTE_EP_COMM_NCCL ? probe_process_memory(comm) : Status();
 }
 
