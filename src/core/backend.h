@@ -153,6 +153,48 @@ struct MergeSlots {
   TensorView out;        // [slots, columns], dtype of the rows
 };
 
+// Rows that say of themselves whose they are: behind the row a trailer of {rank, token} int32 [2], padded to 16 bytes, and the
+// token's weights, float32 [top_k], or zeros.
+struct TagRows {
+  uint8_t* rows;  // [tokens]
+  int64_t row_stride;
+  int64_t trailer;       // bytes from a row to its trailer, a multiple of 16
+  const float* weights;  // [tokens, top_k] or null
+  int64_t weights_stride;
+  int64_t tokens;
+  int32_t rank;
+  int32_t top_k;
+};
+constexpr int64_t kTagBytes = 16;  // from the trailer to the weights
+
+// Tagged rows that came in any order, expert by expert: place[s] = e * rows_per_expert + i for the row i of expert e that
+// belongs to slot s; -1 for padding.
+struct LocateRows {
+  const uint8_t* rows;  // [num_experts, rows_per_expert]
+  int64_t row_stride;
+  int64_t trailer;
+  const int32_t* counts;  // [num_experts] rows that came
+  int32_t num_experts;
+  int64_t rows_per_expert;
+  const SlotAddress* slots;  // [num_ranks, tokens, top_k] as Route::in_slots
+  int64_t tokens;
+  int32_t top_k;
+  const int64_t* slot_source;  // [slots]
+  const int32_t* slot_expert;  // [slots]
+  int64_t num_slots;
+  IndexView slot_count;  // [1] slots in use
+  int64_t* place;        // [slots]
+};
+
+// Rows in slots to the places of the above; padding goes nowhere.
+struct ScatterRows {
+  TensorView rows;  // [slots, columns]
+  const int64_t* place;
+  IndexView slot_count;
+  uint8_t* out;
+  int64_t out_stride;
+};
+
 // prepare on one rank, from the choices of all: what core/routing.h defines, in the backend's memory.
 struct Route {
   int32_t rank = 0;
@@ -208,6 +250,9 @@ class Backend {
   virtual Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) = 0;
   virtual Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) = 0;
   virtual Status merge_slots(const MergeSlots& merge, nvte_ep_stream_t stream) = 0;
+  virtual Status tag_rows(const TagRows& tag, nvte_ep_stream_t stream) = 0;
+  virtual Status locate_rows(const LocateRows& locate, nvte_ep_stream_t stream) = 0;
+  virtual Status scatter_rows(const ScatterRows& scatter, nvte_ep_stream_t stream) = 0;
   // out[t, k] = the value of slots[t, k], 0 where there is none.
   virtual Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
                                 const TensorView& out, nvte_ep_stream_t stream) = 0;

@@ -119,6 +119,20 @@ Status CudaBackend::merge_slots(const MergeSlots& merge, nvte_ep_stream_t stream
   return on_device(stream, [&](const LaunchContext& c) { return launch_merge_slots(merge, c); });
 }
 
+Status CudaBackend::tag_rows(const TagRows& tag, nvte_ep_stream_t stream) {
+  if (tag.tokens == 0) return Status();
+  return on_device(stream, [&](const LaunchContext& c) { return launch_tag_rows(tag, c); });
+}
+
+Status CudaBackend::locate_rows(const LocateRows& locate, nvte_ep_stream_t stream) {
+  return on_device(stream, [&](const LaunchContext& c) { return launch_locate_rows(locate, c); });
+}
+
+Status CudaBackend::scatter_rows(const ScatterRows& scatter, nvte_ep_stream_t stream) {
+  if (scatter.rows.size() == 0) return Status();
+  return on_device(stream, [&](const LaunchContext& c) { return launch_scatter_rows(scatter, c); });
+}
+
 Status CudaBackend::create_mark(void** mark) {
   return on_device(nullptr, [&](const LaunchContext&) {
     cudaEvent_t event = nullptr;

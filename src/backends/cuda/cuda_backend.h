@@ -32,6 +32,9 @@ class CudaBackend : public Backend {
   Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) override;
   Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) override;
   Status merge_slots(const MergeSlots& merge, nvte_ep_stream_t stream) override;
+  Status tag_rows(const TagRows& tag, nvte_ep_stream_t stream) override;
+  Status locate_rows(const LocateRows& locate, nvte_ep_stream_t stream) override;
+  Status scatter_rows(const ScatterRows& scatter, nvte_ep_stream_t stream) override;
   Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
                         const TensorView& out, nvte_ep_stream_t stream) override;
   Status create_mark(void** mark) override;
