@@ -8,9 +8,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 usage() {
   cat <<'TEXT'
-usage: ci/gpu_ranks.sh [--ranks N] [--parts PART,...] [--transports NAME,...] [--out DIR] [--again]
+usage: ci/gpu_ranks.sh [--ranks N] [--parts PART,...] [--transports NAME,...] [--quick] [--out DIR] [--again]
   --ranks N      the most ranks of a case of the table, and the ranks of soak and bench
                  (default: the number of GPUs; for the suites at least 4)
+  --quick        of the suites: no case of more than N ranks, and not what is the same on every transport; a short soak
   --parts        of build,suites,soak,bench (default: these) and sanitizer
   --transports   of peer_threads,peer_processes,peer_ipc,nccl_ep,nccl (default: all but peer_ipc; one that cannot run is
                  a failure)
@@ -21,7 +22,7 @@ Environment: NVTE_EP_BUILD_DIR (build: the GPU side goes to build-gpu), PYTHON (
 TEXT
 }
 
-ranks="" parts=build,suites,soak,bench transports=peer_threads,peer_processes,nccl_ep,nccl again=0
+ranks="" parts=build,suites,soak,bench transports=peer_threads,peer_processes,nccl_ep,nccl again=0 quick=0
 out="${OUT:-$BUILD_DIR/gpu_ranks}"
 while [[ $# -gt 0 ]]; do
   case "$1" in
@@ -30,6 +31,7 @@ while [[ $# -gt 0 ]]; do
     --transports) transports="$2"; shift ;;
     --out) out="$2"; shift ;;
     --again) again=1 ;;
+    --quick) quick=1 ;;
     -h | --help) usage; exit 0 ;;
     *) usage >&2; die "unknown argument: $1" ;;
   esac
@@ -48,7 +50,9 @@ python="${PYTHON:-python3}"
 build="$BUILD_DIR-gpu"
 export NVTE_EP_LIBRARY="$build/src/libnvte_ep.so" NVTE_EP_BUILD_DIR="$build"
 export PYTHONPATH="$ROOT/python:$ROOT/tests" PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
-export NVTE_EP_MAX_RANKS="$((ranks > 4 ? ranks : 4))" NVTE_EP_REQUIRE="${NVTE_EP_REQUIRE:-cuda,conformance_ranks}"
+export NVTE_EP_MAX_RANKS="$((ranks > 4 ? ranks : 4))"
+[[ $quick -eq 0 ]] || NVTE_EP_MAX_RANKS="$several"
+export NVTE_EP_REQUIRE="${NVTE_EP_REQUIRE:-cuda,conformance_ranks}"
 [[ $several -le $gpus ]] || export NCCL_MULTI_RANK_GPU_ENABLE=1
 # A framework may bring an NCCL of its own, and the first that a process loads is the one that it uses.
 preload=(env)
@@ -77,7 +81,7 @@ step() {
   [[ $code -ne 124 && $code -ne 137 ]] || how="TIME-OUT"
   # The last line that says something.
   echo "$how $((SECONDS - begin)) $(grep -v '^ *$' "$out/$name.log" | tail -1 | tr -d '=' | cut -c1-110)" >"$out/$name.result"
-  cat "$out/$name.result"
+  echo "$name: $(cat "$out/$name.result")"
   [[ $code -eq 0 ]] || grep -E '^(FAILED|ERROR|E  )' "$out/$name.log" | sort -u | cut -c1-200 | head -20 || true
 }
 
@@ -91,25 +95,32 @@ for part in ${parts//,/ }; do
         cmake --build "$NVTE_EP_BUILD_DIR" --target nvte_ep conformance_ranks soak_peer'
       ;;
     suites)
-      # What needs no device is tested elsewhere.
       suite=("$python" -m pytest -p no:cacheprovider -q --tb=short -o faulthandler_timeout=120 -o junit_family=xunit1
-        --durations 15 tests/distributed --ignore tests/distributed/test_launcher.py
-        --ignore tests/distributed/test_mirror.py --ignore tests/distributed/test_model.py)
+        --durations 15)
+      names=(steps capture failures programs identities)
+      [[ $quick -eq 1 ]] || names+=(checklist fidelity gradients routing_properties stochastic)
+      tests=("${names[@]/#/tests/distributed/test_}")
+      tests=("${tests[@]/%/.py}")
+      # All at once: most of their time is the CPU's, which works out what must come.
       for transport in ${transports//,/ }; do
-        NVTE_EP_TRANSPORTS="$transport" step "suite_$transport" 120 "${suite[@]}" --junit-xml "$out/suite_$transport.xml"
+        NVTE_EP_TRANSPORTS="$transport" step "suite_$transport" 240 "${suite[@]}" --junit-xml "$out/suite_$transport.xml" \
+          "${tests[@]}" &
       done
+      wait
       ;;
     soak)
-      soak=("${preload[@]}" "$build/tests/cuda/soak_peer" --ranks "$several" --gpus "$gpus" --seconds 30)
+      soak=("${preload[@]}" "$build/tests/cuda/soak_peer" --ranks "$several" --gpus "$gpus")
+      passes=$((quick ? 5 : 50))
       if [[ ,$transports, == *,peer_threads,* ]]; then
-        step soak_threads 45 "${soak[@]}"
-        step soak_threads_graph 45 "${soak[@]}" --graph
+        step soak_threads 60 "${soak[@]}" --passes "$passes"
+        step soak_threads_graph 60 "${soak[@]}" --passes "$passes" --graph
+        step soak_threads_groups 30 "${soak[@]}" --passes 5 --groups 3
       fi
       [[ ,$transports, == *,peer_processes,* ]] || continue
       [[ $several -le $gpus ]] || soak+=(--iterations 100)  # they take turns on a GPU
       for memory in windows ipc; do
         export NVTE_EP_PEER_MEMORY="$memory"
-        step "soak_$memory" 45 "${soak[@]}" --kind processes
+        step "soak_$memory" 45 "${soak[@]}" --kind processes --seconds 15
         step "killed_peer_$memory" 30 "${soak[@]}" --kind processes --timeout 2 --kill 1
         step "stalled_peer_$memory" 30 "${soak[@]}" --kind processes --timeout 2 --stall 1
       done

@@ -389,31 +389,31 @@ def two_groups_at_once(rank: Rank, transport: Transport, first: Case, second: Ca
     """Two groups of the same ranks, a thread for each: their calls meet in any order."""
     import threading
 
-    groups = [open_group(rank, transport, case) for case in (first, second)]
     steps: list[Step | BaseException] = [RuntimeError("the thread ended early")] * 2
 
-    def work(index: int, case: Case) -> None:
+    def work(index: int, group: Group, case: Case) -> None:
         try:
-            with groups[index] as group:
-                # All of them live on: a device waits for whatever runs on it before it gives memory back.
-                handles = [open_handle(group, case) for _ in range(5)]
-                for handle in handles:
-                    steps[index] = step_on(rank, handle, case)
+            for handle in [open_handle(group, case) for _ in range(5)]:
+                steps[index] = step_on(rank, handle, case)
         except BaseException as error:
             steps[index] = error
 
-    threads = [
-        threading.Thread(target=work, args=(i, case), daemon=True) for i, case in enumerate((first, second))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    done = []
-    for step in steps:
-        if isinstance(step, BaseException):
-            raise step
-        done.append(step)
+    with open_group(rank, transport, first) as one, open_group(rank, transport, second) as other:
+        threads = [
+            threading.Thread(target=work, args=arguments, daemon=True)
+            for arguments in ((0, one, first), (1, other, second))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # Handles and groups end after the last step of both: where ranks share a GPU, giving memory back
+        # waits for the steps of all of them.
+        done = []
+        for step in steps:
+            if isinstance(step, BaseException):
+                raise step
+            done.append(step)
     return done
 
 

@@ -13,6 +13,7 @@ This file knows nothing of the library under test.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import pickle
@@ -425,8 +426,15 @@ def _ask_for_stacks(children: list[_Child], ranks: list[int]) -> None:
     time.sleep(0.3)
 
 
+def die_with_parent() -> None:
+    """For a process that must not outlive who started it, however that one ends."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
+
+
 def serve(index: int, descriptor: int) -> None:
     """The main program of a rank that is a process: jobs until the launcher goes."""
+    die_with_parent()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     connection = Connection(descriptor)

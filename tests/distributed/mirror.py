@@ -34,6 +34,7 @@ _SENTINEL = 0xA5
 _ALIGNMENT = 256  # arrays keep their addresses modulo this
 _WINDOW_BYTES = 16 << 20
 _POLL_SECONDS = 5e-5
+_GRACE_SECONDS = 0.1
 _FATAL = (Status.TIMEOUT, Status.PEER_FAILED)
 
 
@@ -158,8 +159,8 @@ class Window:
 def wait_for(
     window: Window, group: Group, timeout_ns: int, look: Callable[[], object] = lambda: None
 ) -> None:
-    """Until the window's stream has done all. A peer that does not come is told within twice the time-out,
-    and ends what waits for it; `look` is called meanwhile."""
+    """Until the window's stream has done all. A peer that does not come is told within twice the time-out;
+    `look` is called meanwhile, and may raise."""
     end = time.monotonic() + 2e-9 * timeout_ns + 1
     while not window.memory.is_idle(window.stream):
         if time.monotonic() > end:
@@ -373,7 +374,15 @@ class MirroredGroup(Group):
         return MirroredHandle(self, **settings)
 
     def wait(self) -> None:
-        wait_for(self.window, self, self._timeout_ns, self._look)
+        wait_for(self.window, self, self._timeout_ns, self._end_of_waiting)
+
+    def _end_of_waiting(self) -> None:
+        """A group that failed may leave a device busy for ever, after a moment for it to end."""
+        error = self._look()
+        if error is not None:
+            time.sleep(_GRACE_SECONDS)
+            if not self.window.memory.is_idle(self.window.stream):
+                raise error.exception()
 
     def _look(self) -> ErrorInfo | None:
         """What ended the group; findings are kept for poll_error."""

@@ -75,6 +75,12 @@ def die_alone(rank: Rank, culprit: int) -> int:
     return rank.index
 
 
+def beat(rank: Rank, folder: str) -> None:
+    for count in range(10**6):
+        (Path(folder) / f"beat-{rank.index}").write_text(str(count))
+        time.sleep(0.01)
+
+
 def count_jobs(rank: Rank) -> tuple[int, int]:
     """Of this process, which keeps the count from job to job."""
     rank.session["jobs"] = rank.session.get("jobs", 0) + 1

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from distributed.launcher import Rank, run_processes
+from distributed.launcher import Rank, die_with_parent, run_processes
 from distributed.transports import environment
 
 
@@ -27,7 +27,7 @@ def run_program(rank: Rank, command: Sequence[str]) -> None:
         "WORLD_SIZE": str(rank.size),
         "NVTE_EP_ID_FILE": str(Path(folder, "id")),
     }
-    subprocess.run(command, env={**os.environ, **variables}, check=True)
+    subprocess.run(command, env={**os.environ, **variables}, check=True, preexec_fn=die_with_parent)
     rank.barrier()
     if rank.index == 0:
         for path in Path(folder).iterdir():

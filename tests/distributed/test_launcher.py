@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -120,6 +122,26 @@ def test_a_failure_ends_the_processes_and_the_next_job_has_new_ones(
         with pytest.raises(RanksHung):
             pool.run(2, bodies.hang_at, 0, timeout=0.5)
         assert [jobs for _, jobs in pool.run(2, bodies.count_jobs)] == [1, 1]
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    beats = [tmp_path / f"beat-{rank}" for rank in range(2)]
+    code = "import sys; from distributed import launcher, plain_bodies as bodies; "
+    code += "launcher.run_processes(2, bodies.beat, sys.argv[1])"
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], env={**os.environ, "PYTHONPATH": path}
+    )
+    end = time.monotonic() + 20
+    while not all(beat.exists() for beat in beats):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    launcher.kill()
+    launcher.wait()
+    time.sleep(0.3)
+    last = [beat.read_text() for beat in beats]
+    time.sleep(0.2)
+    assert [beat.read_text() for beat in beats] == last
 
 
 def test_a_rank_may_be_expected_to_die() -> None:

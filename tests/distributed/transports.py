@@ -54,6 +54,9 @@ class Transport:
     calls_meet: bool = False
     # Of a rank that stalls or leaves, the others tell its number, and so does its own next call.
     names_culprit: bool = True
+    aborts_travel: bool = True  # an abort ends the waits of the peers at once; else their time-out does
+    creation_times_out: bool = True  # where a rank never creates its group
+    survives_failures: bool = True  # processes can go on when a group of theirs has failed
     # How thorough the suites are where they could go on for ever.
     examples: int = 40  # of routings that are made up
     alignments: tuple[int, ...] = (1, 16, 32, 64, 128, 256)
@@ -70,10 +73,14 @@ class Transport:
         *args: Any,
         timeout: float = DEFAULT_TIMEOUT,
         may_die: Collection[int] = (),
+        fails: bool = False,
     ) -> list[Any]:
-        """body(rank, *args) on every rank; the results in their order."""
+        """body(rank, *args) on every rank; the results in their order. fails: groups fail in it."""
         if not self.in_processes:
             return run_threads(size, body, *args, timeout=timeout)
+        if fails and not self.survives_failures:
+            with ProcessPool(self.environment) as pool:
+                return pool.run(size, body, *args, timeout=timeout, may_die=may_die)
         return _pool(self).run(size, body, *args, timeout=timeout, may_die=may_die)
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -148,14 +155,17 @@ THREADS = Transport(
 )
 # Shows the mirror itself, without a GPU.
 THREADS_MIRRORED = dataclasses.replace(THREADS, id="threads_mirrored", mirrored=True, examples=40)
+_NCCL: dict[str, Any] = dict.fromkeys(
+    ("names_culprit", "aborts_travel", "creation_times_out", "survives_failures"), False
+)
 _PROCESSES: dict[str, Any] = {"in_processes": True, "examples": 10, "alignments": (1, 32, 128)}
 ALL = [
     THREADS,
     Transport("peer_threads", "peer", "threads"),
     Transport("peer_processes", "peer", "nccl", **_PROCESSES),  # NCCL windows, where this NCCL has them
     Transport("peer_ipc", "peer", "nccl", variables=(("NVTE_EP_PEER_MEMORY", "ipc"),), **_PROCESSES),
-    Transport("nccl_ep", "nccl_ep", "nccl", **_PROCESSES, names_culprit=False),
-    Transport("nccl", "nccl", "nccl", **_PROCESSES, names_culprit=False),
+    Transport("nccl_ep", "nccl_ep", "nccl", **_PROCESSES, **_NCCL),
+    Transport("nccl", "nccl", "nccl", **_PROCESSES, **_NCCL),
 ]
 
 
