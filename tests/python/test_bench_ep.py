@@ -517,7 +517,7 @@ def test_libraries_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(_nccl_api.NcclApi, "__init__", lambda self: None)
     monkeypatch.setenv("NCCL_EP_HOME", "/opt/nccl_ep")
     opened.clear()
-    with pytest.raises(nvte_ep.UnsupportedError, match="libnccl_ep not found.*pip install nccl-extensions"):
+    with pytest.raises(nvte_ep.UnsupportedError, match=r"libnccl_ep not found.*pip install nccl-extensions"):
         _nccl_api.NcclEpApi()
     assert opened[0] == "/opt/nccl_ep/lib/libnccl_ep.so"
     assert "libnccl_ep.so.0" in opened
