@@ -17,6 +17,7 @@ import pytest
 from nvte_ep import job
 from nvte_ep.commands import (
     _figures,
+    _nccl_api,
     _nccl_ep_abi,
     _probe,
     bench_ep,
@@ -501,6 +502,25 @@ def test_plain_nccl(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_p
     (work,) = side.work(Operation("dispatch"), 1)
     side.close()
     assert api.made[-1] == "ncclCommDestroy"
+
+
+def test_libraries_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def open_library(name: str, mode: int = 0) -> Any:
+        opened.append(name)
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(_nccl_api.ctypes, "CDLL", open_library)
+    with pytest.raises(nvte_ep.UnsupportedError, match=r"libnccl\.so\.2.*pip install"):
+        _nccl_api.NcclApi()
+    monkeypatch.setattr(_nccl_api.NcclApi, "__init__", lambda self: None)
+    monkeypatch.setenv("NCCL_EP_HOME", "/opt/nccl_ep")
+    opened.clear()
+    with pytest.raises(nvte_ep.UnsupportedError, match=r"libnccl_ep not found.*pip install nccl-extensions"):
+        _nccl_api.NcclEpApi()
+    assert opened[0] == "/opt/nccl_ep/lib/libnccl_ep.so"
+    assert "libnccl_ep.so.0" in opened
 
 
 def test_structs_are_those_of_the_header() -> None:
