@@ -53,7 +53,6 @@ HOST_SHAPES = [Shape(64, 256, 4, 16, 32)]
 DECODE_TOKENS = 512  # whole steps are measured too up to here
 REPEATS = {"cuda": (30, 10), "cpu": (5, 3)}  # and with --quick
 COPY_BYTES = {"cuda": 4 * 10**9, "cpu": 10**8}
-COPY_RUNS = {"cuda": 5, "cpu": 1}
 TRANSPORTS = ("peer", "nccl_ep", "nccl")
 
 
@@ -459,11 +458,11 @@ def measure(arguments: argparse.Namespace, ranks: Ranks) -> Report:
 
 
 def _copy_gbps(machine: Machine) -> float:
-    """The best of some: a device that was idle takes a while until its clocks are up."""
+    """GB/s read and written by the fastest of some copies."""
     nbytes = min(COPY_BYTES[machine.kind], machine.free_bytes() // 8)
-    frameworks = Frameworks(machine, wanted=False)
-    copies = CopyRate(machine, frameworks, nbytes, 20)
-    return max(copies.measure(nbytes).gbps for _ in range(COPY_RUNS[machine.kind]))
+    if isinstance(machine, CudaMachine):
+        return machine.copy_gbps(nbytes)
+    return CopyRate(machine, Frameworks(machine, wanted=False), nbytes, 5).of(nbytes).gbps
 
 
 # ---- all ranks -------------------------------------------------------------------------------------------

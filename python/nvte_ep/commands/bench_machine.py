@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import ctypes
+import itertools
 import math
 import os
 import platform
@@ -249,6 +250,23 @@ class CudaMachine(Machine):
 
     def copy(self, target: Array, source: Array) -> None:
         self._copy(target.pointer, source.pointer, source.nbytes, "cudaMemcpyDeviceToDevice")
+
+    def copy_gbps(self, nbytes: int, runs: int = 20) -> float:
+        """GB/s that cudaMemcpyAsync reads and writes on the stream, half of the bytes each; as a node of a
+        graph it is slower. The first half of the runs brings the clocks up."""
+        source, target = (self.poisoned((max(nbytes // 2, 1),), "uint8") for _ in range(2))
+        events = [self._do("cudaEventCreate") for _ in range(runs + 1)]
+        try:
+            for event in events:
+                self.copy(target, source)
+                self._do("cudaEventRecord", event, self.stream)
+            self.synchronize()
+            pairs = itertools.pairwise(events)
+            times = [float(self._do("cudaEventElapsedTime", *pair)) for pair in pairs]
+        finally:
+            for event in events:
+                self.cudart.cudaEventDestroy(event)
+        return float(2 * source.nbytes / np.median(times[runs // 2 :]) / 1e6)
 
     def synchronize(self) -> None:
         self._do("cudaStreamSynchronize", self.stream)
