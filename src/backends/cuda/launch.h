@@ -33,6 +33,10 @@ Status launch_swizzle(const TensorView& scales, const IndexView& rows_per_expert
 // The arrays of one entry per rank lie on the device, as all pointers do.
 Status launch_gather_rows(const GatherRows& gather, const LaunchContext& context);
 Status launch_reduce_rows(const ReduceRows& reduce, const LaunchContext& context);
+Status launch_tag_rows(const TagRows& tag, const LaunchContext& context);
+Status launch_locate_rows(const LocateRows& locate, const LaunchContext& context);
+Status launch_scatter_rows(const ScatterRows& scatter, const LaunchContext& context);
+Status launch_merge_slots(const MergeSlots& merge, const LaunchContext& context);
 Status launch_gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
                              const TensorView& out, const LaunchContext& context);
 Status launch_clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,

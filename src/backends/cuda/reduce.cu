@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, 4) gather_rows(const GatherRows g, i
   }
   for (int64_t slot = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id(); slot < slots;
        slot += static_cast<int64_t>(gridDim.x) * kWarps) {
-    const int64_t source = g.slot_source[slot];
+    const int64_t source = g.slot_source != nullptr ? g.slot_source[slot] : slot;
     const int64_t rank = source >> 32;
     const int64_t token = source & 0xFFFFFFFF;
     if (g.out_weights != nullptr && lane_id() == 0) {
@@ -82,11 +82,12 @@ struct SlotPart {
   float weight;
   bool weighted;
 
-  __device__ __forceinline__ void load(const ReduceRows& r, SlotAddress address, int64_t at) {
+  __device__ __forceinline__ void load(const RankArrays& rows, const RankArrays& weights, SlotAddress address,
+                                       int64_t at) {
     const int32_t rank = rank_of(address);
     const int64_t slot = slot_of(address);
-    const uint8_t* row = r.rows.row(rank, slot) + at;
-    const float* its_weight = r.weights.floats(rank, slot);
+    const uint8_t* row = rows.row(rank, slot) + at;
+    const float* its_weight = weights.floats(rank, slot);
     bytes = load16(row, (reinterpret_cast<uint64_t>(row) & 15) == 0 ? 16 : 1);
     weighted = its_weight != nullptr;
     weight = weighted ? *its_weight : 1.0f;
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(kRowThreads, 4)
 #pragma unroll
           for (int i = 0; i < kInFlight; ++i) {
             there[i] = k + i < a.r.top_k && slots[k + i] >= 0;
-            if (there[i]) part[i].load(a.r, slots[k + i], at);
+            if (there[i]) part[i].load(a.r.rows, a.r.weights, slots[k + i], at);
           }
 #pragma unroll
           for (int i = 0; i < kInFlight; ++i) {
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(kRowThreads, 4)
             if (slots[k] < 0 || rank_of(slots[k]) != rank) continue;
             any = true;
             SlotPart<Token> part;
-            part.load(a.r, slots[k], at);
+            part.load(a.r.rows, a.r.weights, slots[k], at);
             part.add_to(&partial);
           }
           if (!any) continue;  // the same for all lanes of a token
@@ -157,6 +158,48 @@ __global__ void __launch_bounds__(kRowThreads, 4)
         for (int i = 0; i < E::kCount; ++i) sum.x[i] = add_rn(before.x[i], sum.x[i]);
       }
       sum.store(result + at, a.result_alignment);
+    }
+  }
+}
+
+struct MergeArguments {
+  MergeSlots m;
+  RankArrays rows, weights;
+  int64_t out_stride;  // bytes
+  int out_alignment;
+};
+
+// The threads of a row look at its token's slots; all but those of the first write zeros.
+template <typename Token>
+__global__ void __launch_bounds__(kRowThreads, 4)
+    merge_slots(const MergeArguments a, const RowThreads threads) {
+  using E = Elements<Token>;
+  const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
+  const int first_chunk = static_cast<int>(threadIdx.x) % threads.threads_per_row;
+  if (row_in_block >= threads.rows_per_block) return;
+  const IndexView& count = a.m.slot_count;
+  const int64_t in_use =
+      count.is_int64 ? *static_cast<const int64_t*>(count.data) : *static_cast<const int32_t*>(count.data);
+  for (int64_t s = static_cast<int64_t>(blockIdx.x) * threads.rows_per_block + row_in_block; s < in_use;
+       s += static_cast<int64_t>(gridDim.x) * threads.rows_per_block) {
+    const int64_t source = a.m.slot_source[s];
+    if (source < 0) continue;
+    const SlotAddress* slots = a.m.slots + ((source >> 32) * a.m.tokens + (source & 0xFFFFFFFF)) * a.m.top_k;
+    int k = 0;
+    while (slots[k] < 0) ++k;  // s is one of them
+    const bool first = slot_of(slots[k]) == s;
+    uint8_t* out = static_cast<uint8_t*>(a.m.out.data) + s * a.out_stride;
+    for (int chunk = first_chunk; chunk < threads.chunks; chunk += threads.threads_per_row) {
+      const int64_t at = static_cast<int64_t>(chunk) * 16;
+      E sum;
+      clear(&sum);
+      for (int i = k; first && i < a.m.top_k; ++i) {
+        if (slots[i] < 0) continue;
+        SlotPart<Token> part;
+        part.load(a.rows, a.weights, slots[i], at);
+        part.add_to(&sum);
+      }
+      sum.store(out + at, a.out_alignment);
     }
   }
 }
@@ -179,6 +222,13 @@ Status launch_reduce(const ReduceArguments& a, const LaunchContext& context) {
   return a.r.partial_format == NVTE_EP_FORMAT_MXFP8
              ? launch_kernel<reduce_rows<Token, true>>("reduce_rows", context, shape, a, threads)
              : launch_kernel<reduce_rows<Token, false>>("reduce_rows", context, shape, a, threads);
+}
+
+template <typename Token>
+Status launch_merge(const MergeArguments& a, const LaunchContext& context) {
+  const RowThreads threads = row_threads(a.m.out.columns() / Elements<Token>::kCount);
+  return launch_kernel<merge_slots<Token>>("merge_slots", context, row_launch(threads, a.m.out.rows()), a,
+                                           threads);
 }
 
 }  // namespace
@@ -204,6 +254,25 @@ Status launch_reduce_rows(const ReduceRows& r, const LaunchContext& context) {
       return launch_reduce<Fp16Token>(a, context);
     default:
       return launch_reduce<Fp32Token>(a, context);
+  }
+}
+
+Status launch_merge_slots(const MergeSlots& m, const LaunchContext& context) {
+  MergeArguments a{};
+  a.m = m;
+  a.rows.block = m.rows.data;
+  a.rows.row_stride = m.rows.stride * dtype_bytes(m.rows.dtype);
+  a.weights.block = m.weights;
+  a.weights.row_stride = 4;
+  a.out_stride = m.out.stride * dtype_bytes(m.out.dtype);
+  a.out_alignment = alignment_of(m.out.data, a.out_stride);
+  switch (m.out.dtype) {
+    case DType::kBFloat16:
+      return launch_merge<Bf16Token>(a, context);
+    case DType::kFloat16:
+      return launch_merge<Fp16Token>(a, context);
+    default:
+      return launch_merge<Fp32Token>(a, context);
   }
 }
 
