@@ -1,7 +1,7 @@
 // One way to launch a kernel: what it may use is asked of the runtime once per kernel and device, errors come
 // back as Status, the caller's error state is left alone.
-#ifndef NVTE_EP_BACKENDS_CUDA_LAUNCH_KERNEL_H_
-#define NVTE_EP_BACKENDS_CUDA_LAUNCH_KERNEL_H_
+#ifndef NVTE_EP_DEVICE_LAUNCH_KERNEL_H_
+#define NVTE_EP_DEVICE_LAUNCH_KERNEL_H_
 
 #include <cuda_runtime.h>
 
@@ -11,10 +11,21 @@
 #include <cstdint>
 #include <vector>
 
-#include "backends/cuda/launch.h"
 #include "core/status.h"
+#include "nvte_ep/nvte_ep.h"
 
 namespace nvte_ep {
+
+constexpr int kMaxDevices = 64;
+
+struct LaunchContext {
+  nvte_ep_stream_t stream = nullptr;
+  int device = 0;
+  int sms = 0;
+  int shared_bytes_per_sm = 0;
+  int shared_bytes_per_block = 0;
+  int max_sms = 0;  // kernels take up no more than so many multiprocessors hold at one time; 0: no limit
+};
 
 inline Status cuda_status(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return Status();
@@ -96,4 +107,4 @@ Status launch_kernel(const char* what, const LaunchContext& context, const Launc
 
 }  // namespace nvte_ep
 
-#endif  // NVTE_EP_BACKENDS_CUDA_LAUNCH_KERNEL_H_
+#endif  // NVTE_EP_DEVICE_LAUNCH_KERNEL_H_
