@@ -21,7 +21,7 @@ import pytest
 from distributed import checklist, model
 from distributed.cases import CASES, Case
 from distributed.checks import assert_same_step
-from distributed.here import TRANSPORTS, on_transports_that, transports_that, why_not
+from distributed.here import TESTED, TRANSPORTS, on_transports_that, transports_that, why_not
 from distributed.launcher import run_processes, run_threads
 from distributed.steps import RNG_STATE, run_step
 from distributed.transports import ALL, THREADS, Transport
@@ -52,7 +52,7 @@ def test_every_transport_that_is_here_is_tested() -> None:
     here = {entry["name"] for entry in nvte_ep.build_info()["transports"] if entry["available"]}
     assert here <= {transport.name for transport in ALL}
     # What the table says of zero_copy and of sums in mxfp8 decides which tests run: it must be true.
-    for transport in TRANSPORTS:
+    for transport in TESTED:
         (refused,) = transport.run(1, checklist.refused_settings, transport)
         assert refused == [name for name in ("zero_copy", "mxfp8_sums") if not getattr(transport, name)]
 
@@ -61,7 +61,7 @@ def test_every_transport_that_is_here_is_tested() -> None:
 def test_auto_takes_the_first_that_can(transport: Transport) -> None:
     """In the order of the table, of those with this kind of communicator."""
     rows = [row for row in ALL if row.on_device and row.communicator == transport.communicator]
-    expected = next(row.name for row in rows if row in TRANSPORTS or why_not(row) is None)
+    expected = next(row.name for row in rows if row in TESTED or why_not(row) is None)
     assert transport.run(2, checklist.chosen_by_auto, transport) == [expected] * 2
 
 

@@ -20,6 +20,7 @@ import nvte_ep
 from nvte_ep import Communicator, Group, NvteEpError, UnsupportedError, _cuda
 from nvte_ep._dtypes import CPU, CUDA_TYPE, Device
 
+from distributed.cases import Case
 from distributed.launcher import DEFAULT_TIMEOUT, ProcessPool, Rank, run_threads
 from distributed.mirror import MirroredGroup
 
@@ -57,6 +58,8 @@ class Transport:
     aborts_travel: bool = True  # an abort ends the waits of the peers at once; else their time-out does
     creation_times_out: bool = True  # where a rank never creates its group
     survives_failures: bool = True  # processes can go on when a group of theirs has failed
+    # Its kernels are compiled at run time for each shape, which takes a minute: it gets the cases of one.
+    one_shape: bool = False
     # How thorough the suites are where they could go on for ever.
     examples: int = 40  # of routings that are made up
     alignments: tuple[int, ...] = (1, 16, 32, 64, 128, 256)
@@ -89,6 +92,19 @@ class Transport:
 
     def takes(self, ranks: int) -> bool:
         return ranks <= self.max_ranks
+
+    def fit(self, case: Case) -> Case | None:
+        """The case as this transport gets it, if it does. Cases that are about a shape are not for one that
+        has its own."""
+        if not self.takes(case.ranks):
+            return None
+        if not self.one_shape:
+            return case
+        if case.ranks not in (1, 2, 4):  # the number of ranks is part of the shape
+            return None
+        if case.hidden > 64 or case.experts > 64 or case.top_k > 8 or case.max_tokens > 128:
+            return None
+        return dataclasses.replace(case, hidden=512, experts=8 * case.ranks, room_for_tokens=128)
 
     def sum_format(self, format: str) -> str:
         """How sums travel where a case asks for this wire format."""
@@ -168,7 +184,9 @@ ALL = [
         "peer_processes", "peer", "nccl", **_PROCESSES, **_PEER
     ),  # NCCL windows, where this NCCL has them
     Transport("peer_ipc", "peer", "nccl", variables=_IPC, **_PROCESSES, **_PEER),
-    Transport("nccl_ep", "nccl_ep", "nccl", **_PROCESSES, **_NCCL),
+    Transport(
+        "nccl_ep", "nccl_ep", "nccl", **_PROCESSES, **_NCCL, one_shape=True, zero_copy=True, max_ranks=4
+    ),
     Transport("nccl", "nccl", "nccl", **_PROCESSES, **_NCCL),
 ]
 
