@@ -175,19 +175,17 @@ _NCCL: dict[str, Any] = dict.fromkeys(
     ("names_culprit", "aborts_travel", "creation_times_out", "survives_failures"), False
 )
 _PEER: dict[str, Any] = {"mxfp8_sums": True}
+_NCCL_EP: dict[str, Any] = {"zero_copy": True, "one_shape": True, "max_ranks": 4}
 _IPC = (("NVTE_EP_PEER_MEMORY", "ipc"),)
 _PROCESSES: dict[str, Any] = {"in_processes": True, "examples": 10, "alignments": (1, 32, 128)}
 ALL = [
     THREADS,
     Transport("peer_threads", "peer", "threads", **_PEER),
-    Transport(
-        "peer_processes", "peer", "nccl", **_PROCESSES, **_PEER
-    ),  # NCCL windows, where this NCCL has them
-    Transport("peer_ipc", "peer", "nccl", variables=_IPC, **_PROCESSES, **_PEER),
-    Transport(
-        "nccl_ep", "nccl_ep", "nccl", **_PROCESSES, **_NCCL, one_shape=True, zero_copy=True, max_ranks=4
-    ),
-    Transport("nccl", "nccl", "nccl", **_PROCESSES, **_NCCL),
+    # Over NCCL windows where this NCCL has them.
+    Transport("peer_processes", "peer", "nccl", **_PEER, **_PROCESSES),
+    Transport("peer_ipc", "peer", "nccl", variables=_IPC, **_PEER, **_PROCESSES),
+    Transport("nccl_ep", "nccl_ep", "nccl", **_NCCL_EP, **_NCCL, **_PROCESSES),
+    Transport("nccl", "nccl", "nccl", **_NCCL, **_PROCESSES),
 ]
 
 
