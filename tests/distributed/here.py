@@ -42,7 +42,7 @@ TESTED, MISSING = _choose()
 TRANSPORTS = [transport for transport in TESTED if not transport.one_shape]
 
 
-def rows(cases: Iterable[Case], among: Iterable[Transport] = TESTED) -> list[tuple[Transport, Case]]:
+def pairs(cases: Iterable[Case], among: Iterable[Transport] = TESTED) -> list[tuple[Transport, Case]]:
     """Every case on every transport that gets it, as that gets it."""
     fits = ((transport, transport.fit(case)) for transport in among for case in cases)
     return [(transport, case) for transport, case in fits if case is not None]

@@ -9,7 +9,7 @@ import pytest
 
 from distributed import capture
 from distributed.cases import Case
-from distributed.here import TESTED, nothing_that, rows
+from distributed.here import TESTED, nothing_that, pairs
 from distributed.transports import THREADS, Transport
 
 # Tokens that are routed in each round. All of them first, so that nothing is met for the first time later.
@@ -31,7 +31,7 @@ def cases() -> list[Case]:
     return [*made, Case("error", **tight), Case("drop", overflow="drop", **tight)]
 
 
-ROWS = rows(cases(), [transport for transport in TESTED if transport.on_device])
+ROWS = pairs(cases(), [transport for transport in TESTED if transport.on_device])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import pytest
 from distributed import checklist, model
 from distributed.cases import CASES, Case
 from distributed.checks import assert_same_step
-from distributed.here import TESTED, TRANSPORTS, on_transports_that, rows, transports_that, why_not
+from distributed.here import TESTED, TRANSPORTS, on_transports_that, pairs, transports_that, why_not
 from distributed.launcher import run_processes, run_threads
 from distributed.steps import RNG_STATE, run_step
 from distributed.transports import ALL, THREADS, Transport
@@ -257,7 +257,7 @@ def zero_copy_cases() -> list[Case]:
 
 
 @pytest.mark.parametrize(
-    ("transport", "case"), rows(zero_copy_cases(), [row for row in TESTED if row.zero_copy]), ids=str
+    ("transport", "case"), pairs(zero_copy_cases(), [row for row in TESTED if row.zero_copy]), ids=str
 )
 def test_zero_copy_gives_the_bytes_of_the_staged_step(transport: Transport, case: Case) -> None:
     staged = transport.run(case.ranks, run_step, transport, prepared(case))

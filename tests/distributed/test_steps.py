@@ -12,12 +12,12 @@ import pytest
 
 from distributed import checks
 from distributed.cases import CASES, Case
-from distributed.here import rows
+from distributed.here import pairs
 from distributed.steps import Step, run_step
 from distributed.transports import THREADS, Transport
 
 
-@pytest.fixture(scope="module", params=rows(CASES), ids=lambda row: f"{row[0]}-{row[1]}")
+@pytest.fixture(scope="module", params=pairs(CASES), ids=lambda row: f"{row[0]}-{row[1]}")
 def row(request: pytest.FixtureRequest) -> tuple[Transport, Case]:
     found: tuple[Transport, Case] = request.param
     return found
