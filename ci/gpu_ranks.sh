@@ -109,16 +109,18 @@ for part in ${parts//,/ }; do
       wait
       ;;
     soak)
-      soak=("${preload[@]}" "$build/tests/cuda/soak_peer" --ranks "$several" --gpus "$gpus" --seconds "$((quick ? 8 : 30))")
+      soak=("${preload[@]}" "$build/tests/cuda/soak_peer" --ranks "$several" --gpus "$gpus")
+      passes=$((quick ? 5 : 50))
       if [[ ,$transports, == *,peer_threads,* ]]; then
-        step soak_threads 45 "${soak[@]}"
-        step soak_threads_graph 45 "${soak[@]}" --graph
+        step soak_threads 60 "${soak[@]}" --passes "$passes"
+        step soak_threads_graph 60 "${soak[@]}" --passes "$passes" --graph
+        step soak_threads_groups 30 "${soak[@]}" --passes 5 --groups 3
       fi
       [[ ,$transports, == *,peer_processes,* ]] || continue
       [[ $several -le $gpus ]] || soak+=(--iterations 100)  # they take turns on a GPU
       for memory in windows ipc; do
         export NVTE_EP_PEER_MEMORY="$memory"
-        step "soak_$memory" 45 "${soak[@]}" --kind processes
+        step "soak_$memory" 45 "${soak[@]}" --kind processes --seconds 15
         step "killed_peer_$memory" 30 "${soak[@]}" --kind processes --timeout 2 --kill 1
         step "stalled_peer_$memory" 30 "${soak[@]}" --kind processes --timeout 2 --stall 1
       done

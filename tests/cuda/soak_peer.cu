@@ -4,11 +4,12 @@
 // so the receiver knows it without asking, and data of another iteration is never right.
 //
 //   soak_peer [--kind threads|processes] [--ranks N] [--gpus N] [--passes N] [--seconds S] [--iterations N] [--graph]
-//             [--delay MICROSECONDS] [--tokens N] [--hidden N] [--timeout SECONDS] [--kill RANK] [--stall RANK]
+//             [--groups N] [--delay MICROSECONDS] [--tokens N] [--hidden N] [--timeout SECONDS] [--kill RANK] [--stall RANK]
 //             [--transport peer|nccl]
 //
 // An iteration: prepare with a new routing; dispatch in bf16 with weights; combine; dispatch with other data; dispatch
-// backward; combine backward of packed nvfp4 rows. --graph captures one and replays it. --kill: that process is killed with
+// backward; combine backward of packed nvfp4 rows. Two handles take turns. --groups: each with a stream of its own, all in
+// flight at once. --graph captures an iteration of each handle and replays it. --kill: that process is killed with
 // SIGKILL in mid-run, and the others must name it within twice the time-out and end by themselves. --stall: it is stopped, and
 // goes on when the others have given up: then it must name itself.
 // Exit code: 0 all right, 1 wrong data or a wrong report, 2 usage, 3 a failure of the run itself.
@@ -25,6 +26,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -106,6 +109,19 @@ __device__ inline uint32_t bf16_bits(int n) { return __float_as_uint(static_cast
 struct Counters {
   unsigned long long rows, wrong_rows, wrong_weights, wrong_sums, wrong_gradients, wrong_packed,
       wrong_routing;
+
+  void operator+=(const Counters& c) {
+    rows += c.rows;
+    wrong_rows += c.wrong_rows;
+    wrong_weights += c.wrong_weights;
+    wrong_sums += c.wrong_sums;
+    wrong_gradients += c.wrong_gradients;
+    wrong_packed += c.wrong_packed;
+    wrong_routing += c.wrong_routing;
+  }
+  unsigned long long wrong() const {
+    return wrong_rows + wrong_weights + wrong_sums + wrong_gradients + wrong_packed + wrong_routing;
+  }
 };
 
 __global__ void advance(int64_t* iteration) { ++*iteration; }
@@ -249,7 +265,8 @@ __global__ void check_sums(Shape s, What what, const int64_t* iteration, int ran
 
 struct Options {
   bool processes = false, graph = false;
-  int ranks = 2, gpus = 1, passes = 1, iterations = 2000, delay_us = 40, tokens = 96, hidden = 512, kill = -1;
+  int ranks = 2, gpus = 1, passes = 1, iterations = 2000, groups = 1, delay_us = 40, tokens = 96,
+      hidden = 512, kill = -1;
   bool stall = false;  // the rank to kill is stopped instead
   double seconds = 0, timeout = 20;
   std::string transport = "peer";
@@ -295,9 +312,11 @@ Shared* all_ranks = nullptr;
 
 class RankRun {
  public:
-  RankRun(const Options& options, Shared* shared, int rank) : o_(options), shared_(shared), rank_(rank) {}
+  RankRun(const Options& options, Shared* shared, int rank, int group)
+      : o_(options), shared_(shared), rank_(rank), base_(int64_t{group} << 32) {}
 
-  void open() {
+  // One group of the rank's communicator.
+  void open(nvte_ep_comm_t communicator) {
     device_ = rank_ % o_.gpus;
     CUDA(cudaSetDevice(device_));
     CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
@@ -307,13 +326,6 @@ class RankRun {
         Shape{o_.ranks, experts, o_.tokens, o_.hidden, (worst + kAlignment - 1) / kAlignment * kAlignment, 0};
     EP(nvte_ep_row_bytes(NVTE_EP_FORMAT_NVFP4, o_.hidden, &shape_.packed_bytes));
 
-    nvte_ep_comm_config_t comm = NVTE_EP_COMM_CONFIG_INIT;
-    comm.kind = o_.processes ? NVTE_EP_COMM_NCCL : NVTE_EP_COMM_THREADS;
-    comm.num_ranks = o_.ranks;
-    comm.rank = rank_;
-    comm.device_id = device_;
-    comm.unique_id = shared_->id;
-    EP(nvte_ep_comm_create(&comm, &comm_));
     nvte_ep_group_config_t group = NVTE_EP_GROUP_SETTINGS_INIT;
     group.device_type = NVTE_EP_DEVICE_CUDA;
     group.device_id = device_;
@@ -324,13 +336,13 @@ class RankRun {
     group.recv_capacity = shape_.capacity;
     group.transport = o_.transport == "nccl" ? NVTE_EP_TRANSPORT_NCCL : NVTE_EP_TRANSPORT_PEER;
     group.timeout_ns = static_cast<int64_t>(o_.timeout * 1e9);
-    EP(nvte_ep_group_create(comm_, &group, &group_));
+    EP(nvte_ep_group_create(communicator, &group, &group_));
     nvte_ep_handle_config_t handle = NVTE_EP_HANDLE_CONFIG_INIT;
     handle.top_k = kTopK;
     handle.alignment = kAlignment;
     handle.dispatch = handle.combine = handle.dispatch_backward = NVTE_EP_FORMAT_BF16;
     handle.combine_backward = NVTE_EP_FORMAT_NVFP4;
-    EP(nvte_ep_handle_create(group_, &handle, &handle_));
+    for (nvte_ep_handle_t& h : handles_) EP(nvte_ep_handle_create(group_, &handle, &h));
 
     const int64_t local = experts / o_.ranks, slots = shape_.capacity;
     const auto room = [](auto** pointer, int64_t bytes) {
@@ -338,6 +350,7 @@ class RankRun {
       CUDA(cudaMemset(*pointer, 0, static_cast<size_t>(bytes)));
     };
     room(&iteration_, 8);
+    CUDA(cudaMemcpy(iteration_, &base_, 8, cudaMemcpyHostToDevice));
     room(&topk_, int64_t{o_.tokens} * kTopK * 4);
     room(&weights_, int64_t{o_.tokens} * kTopK * 4);
     room(&tokens_, int64_t{o_.tokens} * o_.hidden * 2);
@@ -358,7 +371,7 @@ class RankRun {
   }
 
   // One iteration, enqueued. host_tokens: how many tokens this rank has, as shapes say it.
-  nvte_ep_status_t iterate(int host_tokens) {
+  nvte_ep_status_t iterate(nvte_ep_handle_t handle, int host_tokens) {
     const unsigned rows = static_cast<unsigned>(host_tokens), slots = static_cast<unsigned>(shape_.capacity);
     const nvte_ep_tensor_t topk = matrix(topk_, host_tokens, kTopK, NVTE_EP_DTYPE_INT, 32);
     nvte_ep_tensor_t routed = vector(routed_, shape_.experts / shape_.ranks, NVTE_EP_DTYPE_INT, 64);
@@ -389,7 +402,7 @@ class RankRun {
     prepare.total_rows = &total;
     prepare.slot_source = &source;
     prepare.slot_expert = &expert;
-    if (const nvte_ep_status_t status = nvte_ep_handle_prepare(handle_, &prepare, stream_)) return status;
+    if (const nvte_ep_status_t status = nvte_ep_handle_prepare(handle, &prepare, stream_)) return status;
     check_counts<<<1, 128, 0, stream_>>>(shape_, iteration_, rank_, routed_, counters_);
 
     for (What what : {kTokens, kOtherTokens}) {
@@ -403,7 +416,7 @@ class RankRun {
         dispatch.topk_weights = &weights;
         dispatch.recv_weights = &slot_weights;
       }
-      if (const nvte_ep_status_t status = nvte_ep_handle_dispatch(handle_, &dispatch, stream_)) return status;
+      if (const nvte_ep_status_t status = nvte_ep_handle_dispatch(handle, &dispatch, stream_)) return status;
       check_slots<<<slots, 128, 0, stream_>>>(shape_, what, iteration_, rank_, total_, source_, expert_,
                                               received_, o_.hidden / 2,
                                               what == kTokens ? slot_weights_ : nullptr, counters_);
@@ -415,7 +428,7 @@ class RankRun {
         nvte_ep_combine_args_t combine = NVTE_EP_COMBINE_ARGS_INIT;
         combine.expert_out = &answers;
         combine.result = &result;
-        if (const nvte_ep_status_t status = nvte_ep_handle_combine(handle_, &combine, stream_)) return status;
+        if (const nvte_ep_status_t status = nvte_ep_handle_combine(handle, &combine, stream_)) return status;
         if (rows > 0)
           check_sums<<<rows, 128, 0, stream_>>>(shape_, answer, iteration_, rank_, result_, nullptr,
                                                 &counters_->wrong_sums);
@@ -425,7 +438,7 @@ class RankRun {
         backward.grad_recv_weights = &slot_gradients;
         backward.grad_tokens = &result;
         backward.grad_topk_weights = &choice_gradients;
-        if (const nvte_ep_status_t status = nvte_ep_handle_dispatch_backward(handle_, &backward, stream_))
+        if (const nvte_ep_status_t status = nvte_ep_handle_dispatch_backward(handle, &backward, stream_))
           return status;
         if (rows > 0)
           check_sums<<<rows, 128, 0, stream_>>>(shape_, answer, iteration_, rank_, result_, choice_gradients_,
@@ -440,7 +453,7 @@ class RankRun {
     send.received = &received_packed;
     nvte_ep_combine_backward_args_t backward = NVTE_EP_COMBINE_BACKWARD_ARGS_INIT;
     backward.send = &send;
-    if (const nvte_ep_status_t status = nvte_ep_handle_combine_backward(handle_, &backward, stream_))
+    if (const nvte_ep_status_t status = nvte_ep_handle_combine_backward(handle, &backward, stream_))
       return status;
     check_slots<<<slots, 128, 0, stream_>>>(shape_, kPackedRows, iteration_, rank_, total_, source_, expert_,
                                             received_packed_, shape_.packed_bytes / 4, nullptr, counters_);
@@ -448,43 +461,49 @@ class RankRun {
     return NVTE_EP_STATUS_OK;
   }
 
-  // True: all went well. False: the group has failed, in the way that --kill wants it.
-  bool pass(int64_t first) {
-    cudaGraphExec_t replay = nullptr;
-    for (int i = 0; i < o_.iterations; ++i) {
-      nvte_ep_status_t status = NVTE_EP_STATUS_OK;
-      if (!o_.graph) {
-        status = iterate(tokens_of(shape_, first + i + 1, rank_));
-        const uint32_t r = random_word(kDelay, first + i, rank_, 99, 0);
-        if (o_.delay_us > 0 && r % 16 == 0) usleep((r >> 8) % static_cast<uint32_t>(4 * o_.delay_us));
-      } else if (i < 2) {  // the first prepare of a handle cannot be captured
-        status = iterate(o_.tokens);
-      } else {
-        if (replay == nullptr) {
-          cudaGraph_t graph = nullptr;
-          CUDA(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-          EP(iterate(o_.tokens));
-          CUDA(cudaStreamEndCapture(stream_, &graph));
-          CUDA(cudaGraphInstantiate(&replay, graph, 0));
-          CUDA(cudaGraphDestroy(graph));
-        }
-        CUDA(cudaGraphLaunch(replay, stream_));
+  // Iteration i of a pass. False: the group has failed, in the way that --kill wants it.
+  bool step(int64_t first, int i) {
+    nvte_ep_status_t status = NVTE_EP_STATUS_OK;
+    nvte_ep_handle_t handle = handles_[i % 2];
+    cudaGraphExec_t& replay = replays_[i % 2];
+    if (!o_.graph) {
+      status = iterate(handle, tokens_of(shape_, base_ + first + i + 1, rank_));
+      const uint32_t r = random_word(kDelay, first + i, rank_, 99, 0);
+      if (o_.delay_us > 0 && r % 16 == 0) usleep((r >> 8) % static_cast<uint32_t>(4 * o_.delay_us));
+    } else if (i < 4) {  // the first prepare of a handle cannot be captured
+      status = iterate(handle, o_.tokens);
+    } else {
+      if (replay == nullptr) {
+        cudaGraph_t graph = nullptr;
+        CUDA(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+        EP(iterate(handle, o_.tokens));
+        CUDA(cudaStreamEndCapture(stream_, &graph));
+        CUDA(cudaGraphInstantiate(&replay, graph, 0));
+        CUDA(cudaGraphDestroy(graph));
       }
-      if (i % 64 == 63 || o_.kill >= 0) CUDA(cudaStreamSynchronize(stream_));  // bounds what is in flight
-      if (o_.kill >= 0 || status != NVTE_EP_STATUS_OK) {
-        if (!check_alive(status)) return false;
-      }
+      CUDA(cudaGraphLaunch(replay, stream_));
     }
+    if (i % 64 == 63 || o_.kill >= 0) CUDA(cudaStreamSynchronize(stream_));  // bounds what is in flight
+    return (o_.kill < 0 && status == NVTE_EP_STATUS_OK) || check_alive(status);
+  }
+
+  bool end_pass() {
     CUDA(cudaStreamSynchronize(stream_));
-    if (replay != nullptr) CUDA(cudaGraphExecDestroy(replay));
-    CUDA(cudaMemcpy(&shared_->counters[rank_], counters_, sizeof(Counters), cudaMemcpyDeviceToHost));
+    for (cudaGraphExec_t& replay : replays_) {
+      if (replay != nullptr) CUDA(cudaGraphExecDestroy(replay));
+      replay = nullptr;
+    }
+    Counters mine;
+    CUDA(cudaMemcpy(&mine, counters_, sizeof(mine), cudaMemcpyDeviceToHost));
+    shared_->counters[rank_] += mine;
+    CUDA(cudaMemset(counters_, 0, sizeof(mine)));
+    CUDA(cudaDeviceSynchronize());
     return check_alive(NVTE_EP_STATUS_OK);
   }
 
   void close() {
     EP(nvte_ep_group_destroy(group_));
-    EP(nvte_ep_handle_destroy(handle_));
-    EP(nvte_ep_comm_destroy(comm_));
+    for (nvte_ep_handle_t handle : handles_) EP(nvte_ep_handle_destroy(handle));
     CUDA(cudaDeviceSynchronize());  // no sticky error
     for (void* memory :
          std::initializer_list<void*>{iteration_, topk_, weights_, tokens_, packed_, result_,
@@ -523,12 +542,13 @@ class RankRun {
   const Options& o_;
   Shared* const shared_;
   const int rank_;
+  const int64_t base_;  // groups have other data
   int device_ = 0;
   Shape shape_{};
   cudaStream_t stream_ = nullptr;
-  nvte_ep_comm_t comm_ = nullptr;
   nvte_ep_group_t group_ = nullptr;
-  nvte_ep_handle_t handle_ = nullptr;
+  nvte_ep_handle_t handles_[2] = {};
+  cudaGraphExec_t replays_[2] = {};
   int64_t *iteration_ = nullptr, *routed_ = nullptr, *total_ = nullptr, *source_ = nullptr;
   int32_t *topk_ = nullptr, *expert_ = nullptr;
   uint32_t *tokens_ = nullptr, *packed_ = nullptr, *result_ = nullptr, *received_ = nullptr,
@@ -551,47 +571,70 @@ bool barrier(const Options& o, Shared* shared, int* round) {
   return true;
 }
 
-int run_rank(const Options& o, Shared* shared, int rank) {
+nvte_ep_comm_t join(const Options& o, Shared* shared, int rank) {
   if (rank == 0) {
     EP(nvte_ep_unique_id(o.processes ? NVTE_EP_COMM_NCCL : NVTE_EP_COMM_THREADS, shared->id));
     shared->has_id = 1;
   }
   while (!shared->has_id && !shared->failed) usleep(1000);
-  RankRun run(o, shared, rank);
-  run.open();
+  nvte_ep_comm_config_t config = NVTE_EP_COMM_CONFIG_INIT;
+  config.kind = o.processes ? NVTE_EP_COMM_NCCL : NVTE_EP_COMM_THREADS;
+  config.num_ranks = o.ranks;
+  config.rank = rank;
+  config.device_id = rank % o.gpus;
+  config.unique_id = shared->id;
+  nvte_ep_comm_t comm = nullptr;
+  EP(nvte_ep_comm_create(&config, &comm));
+  return comm;
+}
+
+// Iterations of all groups in turn; false where one has failed.
+bool run_pass(const Options& o, std::vector<std::unique_ptr<RankRun>>& groups, int pass) {
+  for (int i = 0; i < o.iterations; ++i) {
+    for (auto& group : groups) {
+      if (!group->step(int64_t{pass} * o.iterations, i)) return false;
+    }
+  }
+  for (auto& group : groups) {
+    if (!group->end_pass()) return false;
+  }
+  return true;
+}
+
+int run_rank(const Options& o, Shared* shared, int rank) {
+  CUDA(cudaSetDevice(rank % o.gpus));
+  nvte_ep_comm_t comm = join(o, shared, rank);
+  std::vector<std::unique_ptr<RankRun>> groups;
+  for (int g = 0; g < o.groups; ++g) {
+    groups.push_back(std::make_unique<RankRun>(o, shared, rank, g));
+    groups.back()->open(comm);
+  }
+  const auto close = [&] {
+    for (auto& group : groups) group->close();
+    EP(nvte_ep_comm_destroy(comm));
+  };
   int rounds = 0;
   if (!barrier(o, shared, &rounds)) give_up("rank %d: not all ranks have started", rank);
   const int64_t start = now_ns();
   unsigned long long wrong = 0, before = 0;
   for (int pass = 0; !shared->stop; ++pass) {
     const int64_t pass_start = now_ns();
-    if (!run.pass(int64_t{pass} * o.iterations)) {
-      run.close();
+    if (!run_pass(o, groups, pass)) {
+      close();
       printf("rank %d: destroyed, %.3f s after the kill\n", rank,
              static_cast<double>(now_ns() - shared->killed_at_ns) * 1e-9);
       fflush(stdout);
       return shared->failed ? 1 : 0;
     }
     if (!barrier(o, shared, &rounds)) give_up("rank %d: a rank is gone", rank);
-    wrong = 0;
     if (rank == 0) {
       Counters sum{};
-      for (int r = 0; r < o.ranks; ++r) {
-        const Counters& c = shared->counters[r];
-        sum.rows += c.rows;
-        sum.wrong_rows += c.wrong_rows;
-        sum.wrong_weights += c.wrong_weights;
-        sum.wrong_sums += c.wrong_sums;
-        sum.wrong_gradients += c.wrong_gradients;
-        sum.wrong_packed += c.wrong_packed;
-        sum.wrong_routing += c.wrong_routing;
-      }
-      wrong = sum.wrong_rows + sum.wrong_weights + sum.wrong_sums + sum.wrong_gradients + sum.wrong_packed +
-              sum.wrong_routing;
+      for (int r = 0; r < o.ranks; ++r) sum += shared->counters[r];
+      wrong = sum.wrong();
       printf(
           "pass %d: %d iterations, %llu rows so far, wrong: rows %llu, weights %llu, sums %llu, gradients "
-          "%llu, packed "
-          "rows %llu, routing %llu; %.2f s\n",
+          "%llu, "
+          "packed rows %llu, routing %llu; %.2f s\n",
           pass + 1, o.iterations, sum.rows, sum.wrong_rows, sum.wrong_weights, sum.wrong_sums,
           sum.wrong_gradients, sum.wrong_packed, sum.wrong_routing,
           static_cast<double>(now_ns() - pass_start) * 1e-9);
@@ -604,7 +647,7 @@ int run_rank(const Options& o, Shared* shared, int rank) {
     }
     if (!barrier(o, shared, &rounds)) give_up("rank %d: a rank is gone", rank);
   }
-  run.close();
+  close();
   return wrong > 0 ? 1 : 0;
 }
 
@@ -631,6 +674,7 @@ bool parse(int argc, char** argv, Options* o) {
                           : name == "--gpus"       ? &o->gpus
                           : name == "--passes"     ? &o->passes
                           : name == "--iterations" ? &o->iterations
+                          : name == "--groups"     ? &o->groups
                           : name == "--delay"      ? &o->delay_us
                           : name == "--tokens"     ? &o->tokens
                           : name == "--hidden"     ? &o->hidden
@@ -642,8 +686,8 @@ bool parse(int argc, char** argv, Options* o) {
       if (name == "--stall") o->stall = true;
     }
   }
-  return o->ranks > 0 && o->ranks <= kMaxRanks && o->gpus > 0 && o->tokens > 0 && o->hidden % 64 == 0 &&
-         (o->kill < 0 || (o->processes && o->kill < o->ranks));
+  return o->groups > 0 && o->ranks > 0 && o->ranks <= kMaxRanks && o->gpus > 0 && o->tokens > 0 &&
+         o->hidden % 64 == 0 && (o->kill < 0 || (o->processes && o->kill < o->ranks));
 }
 
 }  // namespace
@@ -655,6 +699,8 @@ int main(int argc, char** argv) {
     return 2;
   }
   setenv("CUDA_MODULE_LOADING", "EAGER", 1);  // a kernel that is loaded late waits for those that run
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32",
+         0);  // streams that share a queue of the device wait for each other
   void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return 3;
   Shared* shared = all_ranks = new (memory) Shared{};

@@ -6,7 +6,7 @@
  *   ARRIVE_BEFORE_WRITING   the flag is set before the data
  *   ARRIVE_BEFORE_READING   a rank comes to the next meeting while its reads still run (kernels that overlap)
  *   NO_RELEASE              the flag may be seen before the data
- *   NO_TELLING              a rank that gives up tells nobody (with DEATH)
+ *   NAME_ANY                who gives up names any rank that is missing, be it one that waits itself (with DEATH)
  *
  * DEATH: the last rank may stop for ever at any point; the others must end, and name it.
  *
@@ -39,8 +39,6 @@ byte newest[RANKS * COPIES];        /* [owner, copy] */
 byte seen[RANKS * RANKS * COPIES];  /* [peer, owner, copy] */
 byte arrivals[RANKS * RANKS];       /* [at, of]: meetings that a rank has come to, as another one sees it */
 byte ended[RANKS];                  /* rank + 1 of the one that ended the group, as a rank is told */
-byte waits[RANKS];                  /* the meeting that a rank waits in; 0: none */
-byte others;
 
 #define WRITE(copy, value) newest[me * COPIES + (copy)] = value
 
@@ -65,8 +63,32 @@ inline arrive(meeting) {
   od
 }
 
+/* guilty: a rank that has not come and does not wait for somebody itself, in a meeting that is over for nobody. */
+inline find_guilty(meeting) {
+  guilty = 0;
+  d_step {
+    p = 0;
+    do
+    :: p < RANKS && guilty == 0 ->
+       c = 0;
+       value = 0;
+       do
+       :: c < RANKS ->
+          if :: arrivals[p * RANKS + c] < arrivals[p * RANKS + p] -> value = 1 :: else fi;
+          c++
+       :: else -> break
+       od;
+#ifdef NAME_ANY
+       value = 0;
+#endif
+       if :: arrivals[me * RANKS + p] < meeting && value == 0 -> guilty = p + 1 :: else fi;
+       p++
+    :: else -> break
+    od
+  }
+}
+
 inline wait_for_all(meeting) {
-  waits[me] = meeting;
   p = 0;
   do
   :: p < RANKS ->
@@ -74,28 +96,19 @@ inline wait_for_all(meeting) {
      :: PASSED(arrivals[me * RANKS + p], meeting) -> p++
 #ifdef DEATH
      :: ended[me] != 0 -> goto over
-     /* Nothing moves any more: the time-out. A wait that began earlier ends earlier, and by a margin. */
-     :: timeout && (waits[0] == 0 || waits[0] >= waits[me]) && (waits[1] == 0 || waits[1] >= waits[me]) &&
-            (waits[2] == 0 || waits[2] >= waits[me]) ->
-        d_step {
-          others = 0;
-          do
-          :: others < RANKS ->
-#ifdef NO_TELLING
-             if :: others == me -> ended[others] = p + 1 :: else fi;
-#else
-             ended[others] = p + 1;
-#endif
-             others++
-          :: else -> break
-          od
-        };
+     :: timeout -> /* nothing moves any more: the clock runs out, for any of those that wait */
+        find_guilty(meeting);
+        assert(guilty != 0);
+        p = 0;
+        do
+        :: p < RANKS -> ended[p] = guilty; p++ /* at once for itself, sooner or later for the others */
+        :: else -> break
+        od;
         goto over
 #endif
      fi
   :: else -> break
-  od;
-  waits[me] = 0
+  od
 }
 
 inline read_all(exchange) {
@@ -118,7 +131,7 @@ inline read_all(exchange) {
 }
 
 proctype Rank(byte me) {
-  byte e, p, c, value;
+  byte e, p, c, value, guilty;
   do
   :: e < EXCHANGES ->
      MAY_DIE;
@@ -148,14 +161,10 @@ proctype Rank(byte me) {
   :: else -> break
   od;
 over:
-  waits[me] = 0;
 #ifdef DEATH
   assert(ended[me] == 0 || ended[me] == VICTIM + 1);
 #endif
-  goto done;
 dead:
-  waits[me] = 0;
-done:
   skip
 }
 

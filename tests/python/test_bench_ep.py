@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 import nvte_ep
 import pytest
-from nvte_ep.commands import _figures, _nccl_ep_abi, _probe, bench_ep, bench_ep_nccl_ep, bench_machine, main
+from nvte_ep import job
+from nvte_ep.commands import (
+    _figures,
+    _nccl_ep_abi,
+    _probe,
+    bench_ep,
+    bench_ep_nccl,
+    bench_ep_nccl_ep,
+    bench_machine,
+    main,
+)
 from nvte_ep.commands._checks import Checks, unpack
 from nvte_ep.commands._numerics import bf16_values
 from nvte_ep.commands.bench_ep_clock import CudaClock, HostClock, Recorder, Spread
@@ -49,6 +59,7 @@ def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_ep, "COPY_BYTES", {"cuda": 1 << 16, "cpu": 1 << 16})
     monkeypatch.setattr(bench_machine, "_host_cache_bytes", lambda: 1 << 14)
     monkeypatch.setattr(HostMachine, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(CudaClock, "FILLER_BYTES", 1 << 12)
 
 
 @pytest.fixture
@@ -343,21 +354,25 @@ class FakeNcclEp:
         return {"NCCL": "2.30.7", "NCCL EP": "0.2.0"}
 
 
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
-    fake = FakeRuntime(memory_bytes=1 << 33)
+def patch_device(monkeypatch: pytest.MonkeyPatch, fake: FakeRuntime) -> None:
     install(monkeypatch, fake)
     monkeypatch.setattr(bench_ep, "cuda_reason", lambda: None)
     monkeypatch.setattr(bench_machine, "_driver_release", lambda: "580.00")
     device = {"name": "NVIDIA H200", "compute_capability": "9.0", "memory_bytes": 1 << 33}
     monkeypatch.setattr(_probe, "probe_driver", lambda: {"cuda_version": "13.0", "devices": [device]})
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    fake = FakeRuntime(memory_bytes=1 << 33)
+    patch_device(monkeypatch, fake)
     return fake
 
 
 @pytest.fixture
 def nccl_ep(monkeypatch: pytest.MonkeyPatch) -> FakeNcclEp:
     api = FakeNcclEp()
-    monkeypatch.setattr(bench_ep_nccl_ep, "Api", lambda: api)
+    monkeypatch.setattr(bench_ep_nccl_ep, "NcclEpApi", lambda: api)
     return api
 
 
@@ -444,6 +459,28 @@ def test_nccl_ep_that_fails_is_told(
     assert list(answer["shapes"][0]["operations"][1]["figures"]) == ["threads"]
 
 
+def test_plain_nccl(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rank 0 of two, with an NCCL that does nothing: what it is asked for, and that the check sees it."""
+    api = FakeNcclEp()
+    monkeypatch.setattr(bench_ep_nccl, "NcclApi", lambda: api)
+    monkeypatch.setattr(bench_ep_nccl, "new_comm", lambda *_: ctypes.c_void_p(1))
+    ranks = Processes(Job(0, 2, tmp_path))
+    data = Data(TINY, 2)
+    side = bench_ep_nccl.SendReceive(ranks, CudaMachine(), data, Sampling())
+    packed = Operation("dispatch", "nvfp4", given="packed", receive="rows")
+    assert list(side.work(Operation("combine"), 1)) == []
+    assert list(side.work(Operation("dispatch", "nvfp4", receive="rows"), 1)) == []
+    (work,) = side.work(packed, 2)
+    work.calls[0]()
+    assert api.made == ["ncclGroupStart", "ncclSend", "ncclRecv", "ncclGroupEnd"]
+    checks = Checks("here")
+    work.check(checks)
+    assert len(checks.failed) == 2
+    (work,) = side.work(Operation("dispatch"), 1)
+    side.close()
+    assert api.made[-1] == "ncclCommDestroy"
+
+
 def test_structs_are_those_of_the_header() -> None:
     for struct, nbytes in _nccl_ep_abi.SIZES.items():
         assert ctypes.sizeof(struct) == nbytes, struct.__name__
@@ -497,6 +534,9 @@ def test_goals() -> None:
     overhead = goal("nccl_ep", LAYER, dispatch, 2, "any", 0, 600.0)
     assert overhead is not None
     assert overhead.microseconds == pytest.approx(618)
+    plain = goal("nccl", LAYER, dispatch, 2, "any", 0, None, 100.0)
+    assert plain is not None
+    assert plain.microseconds == pytest.approx(110)
     bound = goal("peer", LAYER, dispatch, 2, "NVIDIA H200", 24, 600.0)
     assert bound is not None
     assert bound.microseconds == 300
@@ -574,3 +614,62 @@ def test_plan_refuses_a_transport_without_figures(
     measured("--only", "prepare")
     assert main(["plan", "--figures", str(tmp_path / "figures.json")]) == 2
     assert "none of the transport peer" in capsys.readouterr().err
+
+
+# ---- processes -------------------------------------------------------------------------------------------
+
+A_RANK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import pytest
+import test_bench_ep as tests
+from nvte_ep.commands import bench_ep_ranks
+
+patch = pytest.MonkeyPatch()
+tests.patch_device(patch, tests.FakeRuntime(memory_bytes=1 << 33))
+patch.setattr(tests.bench_ep, "COPY_BYTES", {"cuda": 1 << 16, "cpu": 1 << 16})
+patch.setattr(tests.bench_ep_nccl_ep, "NcclEpApi", tests.FakeNcclEp)
+
+def unique_id(kind):
+    raise tests.nvte_ep.UnsupportedError(tests.nvte_ep.Status.UNSUPPORTED, "no NCCL")
+
+patch.setattr(bench_ep_ranks, "unique_id", unique_id)
+sys.exit(tests.main(sys.argv[2:]))
+"""
+
+
+def test_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two ranks with a device each, which are none; one of them prints and writes. The library cannot join
+    them, which every rank takes the same way."""
+    script = tmp_path / "rank.py"
+    script.write_text(A_RANK)
+    file = tmp_path / "figures.json"
+    command = [sys.executable, str(script), str(Path(__file__).resolve().parent)]
+    only = ["--only", "prepare,dispatch bf16 ->,combine bf16,step", "--json", str(file)]
+    command += ["bench", "ep", "--device", "cuda", "--transports", "nccl", "--quick", *SHAPE, *only]
+    environment = {"PYTHONPATH": str(Path(nvte_ep.__file__).resolve().parents[1])}
+    assert job.launch(command, 2, environment=environment) == 0
+    printed = capfd.readouterr().out
+    assert printed.count("OK: ") == 1
+    answer = json.loads(file.read_text())
+    assert answer["ranks"]["number"] == 2
+    assert answer["ranks"]["are"] == "processes"
+    assert answer["not_run"] == [f"nccl, {TINY.name}: nccl: no NCCL"]
+    for entry in answer["shapes"][0]["operations"]:
+        assert list(entry["figures"]) == ["NCCL EP"]
+        assert entry["fewest_bytes"]["link_bytes"] > 0
+    # Both ranks compared what they received, and found that NCCL EP did nothing.
+    assert any(note.startswith("rank 0: NCCL EP, combine") for note in answer["notes"])
+    assert any(note.startswith("rank 1: NCCL EP, combine") for note in answer["notes"])
+
+
+def test_what_rank_0_cannot_make_fails_on_every_rank() -> None:
+    def body(ranks: Ranks) -> str:
+        def make() -> str:
+            raise nvte_ep.UnsupportedError(nvte_ep.Status.UNSUPPORTED, "no such thing")
+
+        with pytest.raises(nvte_ep.UnsupportedError, match="no such thing"):
+            ranks.broadcast(make)
+        return str(ranks.broadcast(lambda: "but this"))
+
+    assert run_threads(3, body) == ["but this"] * 3

@@ -181,6 +181,10 @@ NCCL_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ncclGetUniqueId": (POINTER(UniqueId),),
     "ncclCommInitRank": (POINTER(c_void_p), c_int, UniqueId, c_int),
     "ncclCommDestroy": (c_void_p,),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+    "ncclSend": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+    "ncclRecv": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
 }
 EP_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ncclEpGetVersion": (POINTER(c_int),),

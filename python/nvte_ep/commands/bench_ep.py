@@ -28,22 +28,15 @@ from nvte_ep.commands._report import Progress, UsageError
 from nvte_ep.commands.bench_codecs import CopyRate, check_files, device_argument
 from nvte_ep.commands.bench_ep_clock import Clock, CudaClock, HostClock, Recorder
 from nvte_ep.commands.bench_ep_data import Data, Operation, Shape, floor, operations, step_operations
-from nvte_ep.commands.bench_ep_goals import goal
+from nvte_ep.commands.bench_ep_goals import goal, memory_goal
 from nvte_ep.commands.bench_ep_library import Library, Sampling, Side, Work
+from nvte_ep.commands.bench_ep_nccl import NAME as NCCL
+from nvte_ep.commands.bench_ep_nccl import SendReceive
 from nvte_ep.commands.bench_ep_nccl_ep import NAME as NCCL_EP
 from nvte_ep.commands.bench_ep_nccl_ep import Direct
-from nvte_ep.commands.bench_ep_output import (
-    Figure,
-    HostCall,
-    Report,
-    Row,
-    Section,
-    document,
-    markdown,
-    plot,
-    text,
-)
+from nvte_ep.commands.bench_ep_output import document, markdown, plot, text
 from nvte_ep.commands.bench_ep_ranks import Processes, Ranks, run_threads
+from nvte_ep.commands.bench_ep_report import Figure, HostCall, Report, Row, Section
 from nvte_ep.commands.bench_instead import Frameworks
 from nvte_ep.commands.bench_machine import CudaMachine, HostMachine, Machine, cuda_reason
 from nvte_ep.errors import NvteEpError, Status, UnsupportedError
@@ -243,6 +236,8 @@ class Bench:
             else:
                 sides.append(side)
                 section.memory[name] = side.memory()
+                if name == "peer":
+                    section.memory[name]["goal_bytes"] = memory_goal(data)
         if self.machine.kind == "cuda" and not self.arguments.no_nccl_ep:
             if self.ranks.threads:
                 self._not_run(f"{NCCL_EP} itself: it wants a process for each rank, not threads")
@@ -253,6 +248,12 @@ class Bench:
                 else:
                     sides.append(direct)
                     self.report.software |= direct.api.versions()
+        if any(side.name == "nccl" for side in sides) and self.ranks.size > 1:
+            plain, reason = self.together(NCCL, lambda: self._plain(data))
+            if plain is None:
+                self._not_run(f"{NCCL}, {section.shape.name}: {reason}")
+            else:
+                sides.append(plain)
         self.report.sides += [side.name for side in sides if side.name not in self.report.sides]
         return sides
 
@@ -271,6 +272,10 @@ class Bench:
         given = [self.arguments.num_sms] if self.arguments.num_sms else []
         sms = _numbers("nccl-ep-sms", self.arguments.nccl_ep_sms, given, 0)
         return Direct(self.ranks, self.machine, data, self.sampling, sms, thorough=not self.arguments.quick)
+
+    def _plain(self, data: Data) -> SendReceive:
+        assert isinstance(self.machine, CudaMachine)
+        return SendReceive(self.ranks, self.machine, data, self.sampling)
 
     def _not_run(self, line: str) -> None:
         if line not in self.report.not_run:
@@ -292,7 +297,7 @@ class Bench:
             figure = self._figure(side, operation, sets, section.shape)
             if figure is not None:
                 row.figures[side.name] = figure
-        direct = row.figures.get(NCCL_EP)
+        medians = {name: figure.spread.median for name, figure in row.figures.items()}
         for figure in row.figures.values():
             if not self.report.shared_device:
                 figure.goal = goal(
@@ -302,7 +307,8 @@ class Bench:
                     self.ranks.size,
                     str(self.report.device["name"]),
                     self.arguments.num_sms,
-                    None if direct is None else direct.spread.median,
+                    medians.get(NCCL_EP),
+                    medians.get(NCCL),
                 )
         if self.arguments.json is not None and self.ranks.rank == 0:
             self.arguments.json.write_text(dump(self.report))
@@ -342,13 +348,13 @@ class Bench:
         for passed, nbytes, failed in self.ranks.gather([checks.passed, checks.nbytes, checks.failed]):
             self.report.passed += passed
             self.report.compared_bytes += nbytes
-            if side.name == NCCL_EP:  # another project's: told, but no failure of ours
+            if side.name in (NCCL_EP, NCCL):  # another project's: told, but no failure of ours
                 self.report.notes += failed[:1]
             else:
                 self.report.failed += failed
 
     def _failed(self, side: Side, reason: str) -> None:
-        if side.name == NCCL_EP:
+        if side.name in (NCCL_EP, NCCL):
             self._not_run(reason)
         else:
             self.report.failed.append(reason)
@@ -479,9 +485,8 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--ranks: {ranks.launcher} started {ranks.size} processes, got {arguments.ranks}"
             )
         report = measure(arguments, Processes(ranks))
-        if ranks.rank == 0:
-            return _finish(arguments, report)
-        return 1 if report.failed else 0
+        # One rank speaks for all: who starts ranks may end the others when one of them fails.
+        return _finish(arguments, report) if ranks.rank == 0 else 0
 
 
 def _launch(arguments: argparse.Namespace) -> int:

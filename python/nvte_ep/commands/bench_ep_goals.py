@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nvte_ep.commands.bench_ep_data import Operation, Shape
+from nvte_ep.commands.bench_ep_data import Data, Operation, Shape
 
 DEVICE = "H200"
 LARGE_BATCH = 1024  # tokens; overheads are bounded from here on
 NCCL_EP_OVERHEAD = 1.03  # of transport nccl_ep over NCCL EP called directly
+NCCL_OVERHEAD = 1.10  # of transport nccl over ncclSend and ncclRecv of the same bytes
 BOUND_SMS, BOUND_SPEEDUP = 24, 2.0  # of peer over NCCL EP where both may use so many multiprocessors
 HOST_CALL, HOST_LAUNCH, PYTHON_CALL = 3.0, 2.5, 20.0  # of a call in C, of each launch in it, of Python on top
 
@@ -51,8 +52,11 @@ def goal(
     device_name: str,
     num_sms: int,
     direct: float | None,
+    plain: float | None = None,
 ) -> Goal | None:
-    """direct: the time of NCCL EP itself, the best of its settings."""
+    """direct: the time of NCCL EP itself, the best of its settings; plain: of ncclSend and ncclRecv."""
+    if side == "nccl" and plain is not None:
+        return Goal(NCCL_OVERHEAD * plain, f"{NCCL_OVERHEAD:g}x ncclSend and ncclRecv")
     if side == "nccl_ep" and direct is not None and shape.tokens >= LARGE_BATCH:
         if operation.verb in ("dispatch", "combine") and operation.receive != "operand":
             return Goal(NCCL_EP_OVERHEAD * direct, f"{NCCL_EP_OVERHEAD:g}x NCCL EP")
@@ -65,6 +69,13 @@ def goal(
         return Goal(direct / BOUND_SPEEDUP, f"{BOUND_SPEEDUP:g}x faster than NCCL EP on {num_sms} SMs")
     budget = PEER.get((shape, operation.key), {}).get(ranks)
     return None if budget is None else Goal(budget, "budget")
+
+
+def memory_goal(data: Data) -> int:
+    """Bytes that a group of peer and a handle may hold beside what dispatch hands out: a fifth of that, and
+    twice the rows of all ranks; in BF16."""
+    row = 2 * data.shape.hidden
+    return data.capacity * row // 5 + 2 * data.ranks * data.shape.tokens * row
 
 
 def host_goal(launches: int) -> float:

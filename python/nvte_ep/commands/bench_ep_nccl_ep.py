@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nvte_ep import _nccl, codecs
+from nvte_ep import codecs
 from nvte_ep.array import Array
 from nvte_ep.commands import _nccl_ep_abi as abi
 from nvte_ep.commands._checks import Checks
+from nvte_ep.commands._nccl_api import NcclEpApi, new_comm
 from nvte_ep.commands.bench_ep_data import OFFSET, SEED, Data, Operation
 from nvte_ep.commands.bench_ep_library import Sampling, Side, Work
 from nvte_ep.commands.bench_ep_ranks import Ranks
 from nvte_ep.commands.bench_machine import Call, CudaMachine
-from nvte_ep.errors import Status, TransportError, UnsupportedError
+from nvte_ep.errors import TransportError
 from nvte_ep.formats import format_info, row_bytes
 
 NAME = "NCCL EP"
@@ -37,58 +35,6 @@ ROWS_SMS = {True: (0, 24), False: (0,)}
 SUMS_SMS = {True: (0, 132), False: (132,)}
 TIMEOUT_NS = 60 * 10**9
 SCALED_TYPES = {"mxfp8": ("float8_e4m3fn", "uint8"), "nvfp4": ("float4_e2m1fn_x2", "float8_e4m3fn")}
-
-
-def _candidates() -> Iterator[str]:
-    home = os.environ.get("NCCL_EP_HOME")
-    if home:
-        yield str(Path(home) / "lib" / "libnccl_ep.so")
-    yield "libnccl_ep.so.0"
-    yield "libnccl_ep.so"
-    for folder in sys.path:  # the wheel nccl-extensions
-        for major in (13, 12):
-            yield str(Path(folder) / f"nccl/ep/lib/cu{major}/libnccl_ep.so")
-
-
-class Api:
-    """libnccl and libnccl_ep; a failure becomes an exception."""
-
-    def __init__(self) -> None:
-        _nccl.preload()
-        errors = []
-        self._nccl = ctypes.CDLL("libnccl.so.2", mode=ctypes.RTLD_GLOBAL)
-        for name in _candidates():
-            try:
-                self._ep = ctypes.CDLL(name)
-                break
-            except OSError as error:
-                errors.append(str(error))
-        else:
-            raise UnsupportedError(
-                Status.UNSUPPORTED, f"libnccl_ep not found ({errors[0]}): pip install nccl-extensions"
-            )
-        for library, functions in ((self._nccl, abi.NCCL_FUNCTIONS), (self._ep, abi.EP_FUNCTIONS)):
-            for name, argtypes in functions.items():
-                function = getattr(library, name)
-                function.argtypes, function.restype = argtypes, ctypes.c_int
-        self._nccl.ncclGetErrorString.argtypes = (ctypes.c_int,)
-        self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
-
-    def call(self, name: str, *arguments: Any) -> None:
-        library = self._ep if name in abi.EP_FUNCTIONS else self._nccl
-        code = getattr(library, name)(*arguments)
-        if code != 0:
-            text = self._nccl.ncclGetErrorString(code).decode()
-            raise TransportError(Status.TRANSPORT, f"{name}: {text}")
-
-    def versions(self) -> dict[str, str]:
-        found = {}
-        for key, name in (("NCCL", "ncclGetVersion"), ("NCCL EP", "ncclEpGetVersion")):
-            number = ctypes.c_int()
-            self.call(name, ctypes.byref(number))
-            value = number.value
-            found[key] = f"{value // 10000}.{value % 10000 // 100}.{value % 100}"
-        return found
 
 
 class _Mode:
@@ -117,16 +63,8 @@ class Direct(Side):
     ) -> None:
         super().__init__(ranks, machine, data, sampling)
         self.sms, self.thorough = list(sms), thorough
-        self.api = Api()
-        self.low_latency_reason = ""
-        identifier = abi.UniqueId()
-        if ranks.rank == 0:
-            self.api.call("ncclGetUniqueId", ctypes.byref(identifier))
-        shared = bytes.fromhex(ranks.broadcast(lambda: bytes(identifier).hex()))
-        ctypes.memmove(ctypes.byref(identifier), shared, len(shared))
-        self.comm = ctypes.c_void_p()
-        machine.use()
-        self.api.call("ncclCommInitRank", ctypes.byref(self.comm), ranks.size, identifier, ranks.rank)
+        self.api = NcclEpApi()
+        self.comm = new_comm(self.api, ranks, machine)
         self._modes: dict[int | str, _Mode] = {}
         topk = [data.topk(ranks.rank, routing) for routing in range(data.routings)]
         self.topk = [machine.filled(idx.shape, "int64", idx) for idx in topk]
@@ -280,9 +218,13 @@ class Direct(Side):
     # ---- operations --------------------------------------------------------------------------------------
 
     def work(self, operation: Operation, sets: int) -> Iterator[Work]:
-        """Each way that might be its best, one after the other."""
+        """Each way that might be its best, one after the other. Not thorough: the forward operations of large
+        batches and the steps of small ones; each of the others costs it another compilation."""
         if operation.verb == "step":
             yield from self._step(operation)
+            return
+        small = self.data.shape.tokens <= LOW_LATENCY_TOKENS
+        if not self.thorough and (small or operation.verb.endswith("backward")):
             return
         sums = operation.verb in ("combine", "dispatch_backward")
         for sms in self.sms or (SUMS_SMS if sums else ROWS_SMS)[self.thorough]:

@@ -4,86 +4,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nvte_ep.commands._report import size, table
 from nvte_ep.commands.bench_ep_clock import Spread
-from nvte_ep.commands.bench_ep_data import Floor, Operation, Shape
-from nvte_ep.commands.bench_ep_goals import PYTHON_CALL, Goal, host_goal
+from nvte_ep.commands.bench_ep_goals import PYTHON_CALL, host_goal
+from nvte_ep.commands.bench_ep_growth import Growth, growth
+from nvte_ep.commands.bench_ep_report import Figure, Report, Row, Section
 
 SCHEMA = 1  # of the JSON; a change that breaks a reader counts it up
-
-
-@dataclass
-class HostCall:
-    """Host time of a call, in microseconds."""
-
-    python: float
-    c: float | None  # the same call through ctypes, with its arguments made before
-    launches: int  # what it puts on the device
-
-
-@dataclass
-class Figure:
-    """One operation by one side."""
-
-    side: str
-    spread: Spread
-    way: str = ""  # the best of its settings
-    ways: dict[str, float] = field(default_factory=dict)  # medians of all of them
-    host: HostCall | None = None
-    goal: Goal | None = None
-
-    @property
-    def passed(self) -> bool | None:
-        return None if self.goal is None else self.spread.median <= self.goal.microseconds
-
-
-@dataclass
-class Row:
-    operation: Operation
-    floor: Floor
-    floor_microseconds: float
-    sets: int
-    cold: bool
-    figures: dict[str, Figure] = field(default_factory=dict)
-
-
-@dataclass
-class Section:
-    """One shape."""
-
-    shape: Shape
-    slots: int  # of the fullest rank, padding included
-    rows: list[Row] = field(default_factory=list)
-    memory: dict[str, dict[str, int]] = field(default_factory=dict)  # by transport
-
-
-@dataclass
-class Report:
-    device: dict[str, Any]
-    software: dict[str, str]
-    library: dict[str, Any]
-    ranks: int
-    threads: bool
-    devices: int  # that the ranks are on
-    num_sms: int
-    copy_gbps: float
-    link_gbps: float
-    sides: list[str] = field(default_factory=list)
-    sections: list[Section] = field(default_factory=list)
-    compared_bytes: int = 0
-    passed: int = 0
-    failed: list[str] = field(default_factory=list)
-    not_run: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def shared_device(self) -> bool:
-        return self.devices < self.ranks
-
 
 # ---- JSON ------------------------------------------------------------------------------------------------
 
@@ -160,6 +91,7 @@ def document(report: Report, peer: str) -> dict[str, Any]:
             }
             for section in report.sections
         ],
+        "growth": [asdict(found) | {"passed": found.passed} for found in growth(report.sections)],
     }
 
 
@@ -219,7 +151,7 @@ def _cells(row: Row, figure: Figure, peer: str) -> list[str]:
         "" if row.floor_microseconds < 1 else f"{figure.spread.median / row.floor_microseconds:.2f}",
         "" if direct is None else f"{direct.spread.median / figure.spread.median:.2f}",
         goal,
-        {None: "", True: "pass", False: "MISS"}[figure.passed],
+        _VERDICT[figure.passed],
         figure.way,
     ]
 
@@ -252,17 +184,43 @@ def _host_rows(section: Section) -> Iterator[list[str]]:
                 "" if host.c is None else f"{host.python - host.c:.1f}",
                 str(host.launches),
                 f"{host_goal(host.launches):.1f}",
+                "" if host.c is None else _VERDICT[host.passed],
             ]
 
 
-HOST_COLUMNS = ["host time of a call", "side", "Python us", "C us", "over C us", "launches", "C goal us"]
+HOST_COLUMNS = ["host time of a call", "side", "Python us", "C us", "over C us", "launches", "C goal us", ""]
 
 
 def _memory_lines(section: Section) -> list[str]:
+    lines = []
+    for side, found in section.memory.items():
+        line = (
+            f"memory of {side}: group {size(found['group_bytes'])}, each handle {size(found['handle_bytes'])}"
+        )
+        if "goal_bytes" in found:
+            held = found["group_bytes"] + found["handle_bytes"]
+            how = "pass" if held <= found["goal_bytes"] else "MISS"
+            line += f"; together at most {size(found['goal_bytes'])}: {how}"
+        lines.append(line)
+    return lines
+
+
+GROWTH_COLUMNS = ["growth", "side", "from", "to", "time of a token or slot", "goal", ""]
+
+
+def _growth_cells(found: Growth) -> list[str]:
     return [
-        f"memory of {side}: group {size(found['group_bytes'])}, each handle {size(found['handle_bytes'])}"
-        for side, found in section.memory.items()
+        found.operation,
+        found.side,
+        f"{found.first} {found.by}",
+        str(found.then),
+        f"x {found.ratio:.2f}",
+        "" if found.goal is None else f"x {found.goal:.2f}",
+        _VERDICT[found.passed],
     ]
+
+
+_VERDICT = {None: "", True: "pass", False: "MISS"}
 
 
 def text(report: Report, peer: str) -> list[str]:
@@ -279,6 +237,9 @@ def text(report: Report, peer: str) -> list[str]:
         if host:
             lines += ["", *table([HOST_COLUMNS, *host], indent="")]
         lines += _memory_lines(section)
+    grown = list(growth(report.sections))
+    if grown:
+        lines += ["", *table([GROWTH_COLUMNS, *(_growth_cells(found) for found in grown)], indent="")]
     return [*lines, "", *verdict(report)]
 
 
@@ -313,6 +274,10 @@ def markdown(report: Report, peer: str) -> str:
             lines += [*_markdown_table(HOST_COLUMNS, host), ""]
         lines += [f"- {line}" for line in _memory_lines(section)]
         lines.append("")
+    grown = list(growth(report.sections))
+    if grown:
+        lines += ["## Growth", ""]
+        lines += [*_markdown_table(GROWTH_COLUMNS, [_growth_cells(found) for found in grown]), ""]
     return "\n".join([*lines, *(f"- {line}" for line in verdict(report)), ""])
 
 

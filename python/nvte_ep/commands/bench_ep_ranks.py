@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from nvte_ep.communicator import Communicator, unique_id
-from nvte_ep.errors import PeerFailedError
+from nvte_ep.errors import NvteEpError, PeerFailedError, exception
 from nvte_ep.job import Job
 
 T = TypeVar("T")
@@ -30,8 +30,17 @@ class Ranks(ABC):
         self.gather(None)
 
     def broadcast(self, make: Callable[[], Any]) -> Any:
-        """What `make` gives on rank 0."""
-        return self.gather(make() if self.rank == 0 else None)[0]
+        """What `make` gives on rank 0; what it raises there is raised on every rank."""
+        value, failure = None, None
+        if self.rank == 0:
+            try:
+                value = make()
+            except NvteEpError as error:
+                failure = [int(error.status), str(error)]
+        value, failure = self.gather([value, failure])[0]
+        if failure is not None:
+            raise exception(*failure)
+        return value
 
     def communicator(self, kind: str, device_id: int) -> Communicator:
         """A new communicator of all ranks."""

@@ -314,12 +314,17 @@ class CudaMachine(Machine):
 
     def replays(self, graph: Any, repeats: int) -> list[float]:
         """Microseconds of each of some launches."""
+        cudart, stream = self.cudart, self.stream
         events = [(self._do("cudaEventCreate"), self._do("cudaEventCreate")) for _ in range(repeats)]
+        answers = []
         try:
-            for before, after in events:
-                self._do("cudaEventRecord", before, self.stream)
-                self._do("cudaGraphLaunch", graph, self.stream)
-                self._do("cudaEventRecord", after, self.stream)
+            with _cuda.use_device(self.device[1]):  # once: the device must not wait for the host between them
+                for before, after in events:
+                    answers.append(cudart.cudaEventRecord(before, stream))
+                    answers.append(cudart.cudaGraphLaunch(graph, stream))
+                    answers.append(cudart.cudaEventRecord(after, stream))
+            for answer in answers:
+                _cuda._check("cudaGraphLaunch", answer)
             self.synchronize()
             return [float(self._do("cudaEventElapsedTime", before, after)) * 1e3 for before, after in events]
         finally:
