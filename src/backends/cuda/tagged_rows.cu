@@ -2,7 +2,7 @@
 // into that order.
 #include <algorithm>
 
-#include "backends/cuda/launch_kernel.h"
+#include "device/launch_kernel.h"
 #include "device/memory.cuh"
 #include "device/warp.cuh"
 
