@@ -2,7 +2,7 @@
 // into that order.
 #include <algorithm>
 
-#include "device/launch_kernel.h"
+#include "backends/cuda/launch.h"
 #include "device/memory.cuh"
 #include "device/warp.cuh"
 
@@ -70,7 +70,7 @@ struct ScatterArguments {
 
 // A warp a slot.
 __global__ void __launch_bounds__(kThreads, 4) scatter_rows(const ScatterArguments a) {
-  const int64_t slots = in_use(a.s.slot_count, a.s.rows.rows());
+  const int64_t slots = in_use(a.s.slot_count, a.s.rows.shape[0]);
   for (int64_t slot = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id(); slot < slots;
        slot += static_cast<int64_t>(gridDim.x) * kWarps) {
     const int64_t place = a.s.place[slot];
