@@ -77,7 +77,7 @@ step() {
     return
   fi
   say "$name (at most $limit s)"
-  timeout --kill-after=5 "$limit" "$@" >"$out/$name.log" 2>&1 || code=$?
+  timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1 || code=$?
   local how="ok"
   [[ $code -eq 0 ]] || how="FAILED"
   [[ $code -ne 124 && $code -ne 137 ]] || how="TIME-OUT"
@@ -97,7 +97,7 @@ for part in ${parts//,/ }; do
         cmake --build "$NVTE_EP_BUILD_DIR" --target nvte_ep conformance_ranks soak_peer'
       ;;
     suites)
-      suite=("$python" -m pytest -p no:cacheprovider -q --tb=short -o faulthandler_timeout=120 -o junit_family=xunit1
+      suite=("$python" -m pytest -p no:cacheprovider -v --tb=short -o faulthandler_timeout=120 -o junit_family=xunit1
         --durations 15)
       names=(steps capture failures programs identities)
       [[ $quick -eq 1 ]] || names+=(checklist fidelity gradients routing_properties stochastic)
