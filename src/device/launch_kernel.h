@@ -9,10 +9,10 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <vector>
 
 #include "core/status.h"
-#include "nvte_ep/nvte_ep.h"
 
 namespace nvte_ep {
 
@@ -40,6 +40,8 @@ struct LaunchShape {
   int shared_bytes = 0;
   int cluster = 1;
   bool bounded = false;  // a smaller grid does the work too: LaunchContext::max_sms holds
+  bool overlaps =
+      false;  // may be made ready while the kernel before ends: it waits by itself (kernel_order.cuh)
 };
 
 // Registers per thread of a kernel, after allowing it all the shared memory of the device.
@@ -96,12 +98,20 @@ Status launch_kernel(const char* what, const LaunchContext& context, const Launc
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = context.stream;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = shape.cluster > 1 ? 1 : 0;
+  cudaLaunchAttribute attributes[2];
+  config.attrs = attributes;
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  }
+  const bool allowed = std::getenv("PEER_NO_OVERLAP") == nullptr;
+  if (shape.overlaps && allowed) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
   return cuda_status(cudaLaunchKernelEx(&config, kKernel, arguments...), what);
 }
 

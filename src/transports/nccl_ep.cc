@@ -50,6 +50,7 @@ Status create_nccl_ep(Communicator* comm, const GroupSettings& settings, Backend
                             settings.num_sms);
   }
   NcclCommunicator* const base = static_cast<NcclCommunicator*>(comm);
+  if (base->comm() == nullptr) return bad_state("comm: it was ended because a peer did not come");
   auto ranks = std::make_unique<NcclEpRanks>(base->api(), settings, backend, comm->rank(), comm->size());
   NVTE_EP_TRY(ranks->open(base));
   *group = make_slot_group("nccl_ep", settings, backend, comm->rank(), comm->size(), std::move(ranks));
@@ -71,6 +72,12 @@ void nccl_ep_memory(const Communicator& comm, const GroupSettings& settings, int
   const int64_t maps = slots * (experts / comm.size() + 8 * settings.max_top_k) + all_tokens * 16 +
                        tokens * (experts * 4 + settings.max_top_k * 16);
   *handle_bytes = device_handle_bytes(settings, comm.size()) + maps + max_slots(settings) * 8;
+  if (!low_latency_fits(settings, comm.size())) return;
+  // Two banks of what every expert may send back, and what came.
+  const int64_t rows = tokens * experts * low_latency_row_bytes(token_bytes(settings), settings.max_top_k);
+  *exchange_bytes += 2 * rows + kWorkspace;
+  *group_bytes += 3 * rows + kWorkspace;
+  *handle_bytes += all_tokens * (settings.max_top_k + 1) * 4 + max_slots(settings) * 8;
 }
 
 }  // namespace nvte_ep

@@ -4,8 +4,8 @@
 
     python3 tests/cuda/soak_mutants.py BUILD [--build-only | --run-only] [SOAK_ARGUMENT...]
 
-BUILD holds a finished build of nvte_ep and soak_peer with Ninja. What a mutant changes is compiled again, and
-all is linked into BUILD/mutants/NAME.
+BUILD holds a finished build of nvte_ep and soak_peer with Ninja. What reads the file of a mutant is compiled
+again, and all is linked into BUILD/mutants/NAME.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,73 +20,75 @@ ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = "src/libnvte_ep.so"
 
 
-PEER = "src/transports/peer"
-
-
-@dataclass(frozen=True)
-class Edit:
-    source: str  # of PEER
-    old: str
-    new: str
-
-
 @dataclass(frozen=True)
 class Mutant:
     name: str
-    edits: tuple[Edit, ...]
+    file: str  # below src
+    edits: tuple[tuple[str, str], ...]
 
 
-ARRIVAL = "(load_acquire(arrival) - epoch) < 0; ++spin"
+WAIT = "(load_acquire(arrival) - epoch) < 0; ++spin"
 MUTANTS = (
-    Mutant("nobody_waits", (Edit("meeting.cuh", ARRIVAL, ARRIVAL.replace("< 0", "< -(1 << 30)")),)),
-    Mutant("waits_for_the_meeting_before", (Edit("meeting.cuh", ARRIVAL, ARRIVAL.replace("< 0", "< -1")),)),
+    Mutant("nobody_waits", "transports/peer/meeting.cuh", ((WAIT, WAIT.replace("0;", "-(1 << 30);")),)),
+    Mutant(
+        "waits_for_the_meeting_before",
+        "transports/peer/meeting.cuh",
+        ((WAIT, WAIT.replace("0;", "-1;")),),
+    ),
     Mutant(
         "overwrites_what_peers_read",
-        (
-            Edit("pools.h", "return now & 1u;", "return now & 0u;"),
-            Edit("peer_handle.cc", "packed.flip_bytes = rows->outbox.bytes;", "packed.flip_bytes = 0;"),
-        ),
+        "transports/peer/pools.h",
+        (("return bytes;", "return 0;"),),
     ),
 )
 
 
-def commands(build: Path, target: str) -> list[str]:
+def ninja(build: Path, tool: str, *targets: str) -> list[str]:
     run = subprocess.run(
-        ["ninja", "-t", "commands", target], cwd=build, capture_output=True, text=True, check=True
+        ["ninja", "-t", tool, *targets], cwd=build, capture_output=True, text=True, check=True
     )
-    return [
-        line.replace("-Werror all-warnings", "").replace("-Werror", "") for line in run.stdout.splitlines()
-    ]
+    return run.stdout.splitlines()
+
+
+def objects_that_read(build: Path, file: Path) -> list[str]:
+    """Objects of the library whose compilation reads the file."""
+    found, current = [], ""
+    for line in ninja(build, "deps"):
+        if not line.startswith(" "):
+            current = line.split(":")[0]
+        elif line.strip() and (build / line.strip()).resolve() == file and "nvte_ep_objects" in current:
+            found.append(current)
+    if not found:
+        raise SystemExit(f"nothing in {build} was compiled from {file}")
+    return found
 
 
 def build_mutant(build: Path, mutant: Mutant) -> Path:
-    """Headers that the mutant changes lie before the true ones, and all kernels are compiled with them."""
+    source = ROOT / "src" / mutant.file
+    text = source.read_text()
+    for old, new in mutant.edits:
+        if text.count(old) != 1:
+            raise SystemExit(f"{mutant.name}: {mutant.file} has {text.count(old)} times {old!r}")
+        text = text.replace(old, new)
     folder = build / "mutants" / mutant.name
-    changed = folder / "include" / PEER.removeprefix("src/")
-    changed.mkdir(parents=True, exist_ok=True)
-    for edit in mutant.edits:
-        text = (ROOT / PEER / edit.source).read_text()
-        if text.count(edit.old) != 1:
-            raise SystemExit(f"{mutant.name}: {edit.source} has {text.count(edit.old)} times {edit.old!r}")
-        (changed / edit.source).write_text(text.replace(edit.old, edit.new))
-    compiled = {path.name for path in (ROOT / PEER).glob("*.cu")}
-    compiled |= {edit.source for edit in mutant.edits if edit.source.endswith(".cc")}
-    link = next(line for line in commands(build, LIBRARY) if " -shared " in line)
-
-    def compile_source(name: str) -> tuple[str, Path]:
-        inside = f"src/CMakeFiles/nvte_ep_objects.dir/{PEER.removeprefix('src/')}/{name}.o"
-        mine = folder / f"{name}.o"
-        line = next(line for line in commands(build, inside) if f"-o {inside}" in line)
-        line = line.replace(f"-o {inside}", f"-o {mine}").replace(f"{inside}.d", f"{mine}.d")
-        line = line.replace(f"-I{ROOT}/src ", f"-I{folder}/include -I{ROOT}/src ", 1)
-        if (changed / name).exists():
-            line = line.replace(str(ROOT / PEER / name), str(changed / name))
-        subprocess.run(line, shell=True, cwd=build, check=True)
-        return inside, mine
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for inside, mine in pool.map(compile_source, sorted(compiled)):
-            link = link.replace(inside, str(mine))
+    changed = folder / mutant.file  # found before the original: every include names the path below src
+    changed.parent.mkdir(parents=True, exist_ok=True)
+    changed.write_text(text)
+    link = next(line for line in ninja(build, "commands", LIBRARY) if " -shared " in line)
+    for number, inside in enumerate(objects_that_read(build, source)):
+        command = next(line for line in ninja(build, "commands", inside) if f"-o {inside}" in line)
+        mine = folder / f"{number}.o"
+        for old, new in (
+            ("-Werror all-warnings", ""),
+            ("-Werror", ""),
+            (" -I", f" -I{folder} -I"),
+            (f"-o {inside}", f"-o {mine}"),
+            (f"{inside}.d", f"{mine}.d"),
+            (f" {source}", f" {changed}"),
+        ):
+            command = command.replace(old, new, 1 if old == " -I" else -1)
+        subprocess.run(command, shell=True, cwd=build, check=True)
+        link = link.replace(inside, str(mine))
     output = next(word for word in link.split() if word.startswith(LIBRARY))
     library = folder / "libnvte_ep.so.1"
     subprocess.run(link.replace(f"-o {output}", f"-o {library}"), shell=True, cwd=build, check=True)
@@ -119,9 +120,8 @@ def main() -> int:
             continue
         code, output = soak(build, library, arguments)
         found = code == 1 and "wrong" in output
-        print(
-            f"{mutant.name}: {'found' if found else 'NOT FOUND'} (exit {code})\n  {output[-400:]}", flush=True
-        )
+        verdict = "found" if found else "NOT FOUND"
+        print(f"{mutant.name}: {verdict} (exit {code})\n  {output[-400:]}", flush=True)
         if not found:
             survivors.append(mutant.name)
     return 1 if survivors else 0

@@ -40,6 +40,7 @@ class Setup:
 
     def __str__(self) -> str:
         kind = "eager" if self.capacity == 0 else f"capacity {self.capacity}"
+        kind += f", T {max(self.tokens)}" if max(self.tokens) > 128 else ""
         kind += ", zero copy" if self.zero_copy else ""
         return f"{self.ranks} ranks, {self.dispatch}, {self.dtype}, H {self.hidden}, {kind}"
 
@@ -279,10 +280,19 @@ def require_nccl_ep() -> None:
 COMPILE_TIMEOUT = 240.0
 
 
-ZERO_COPY = Setup(2, (70, 33), capacity=640, zero_copy=True)
+# Up to 128 tokens a rank NCCL EP runs in low-latency mode where it can, above in high-throughput mode.
+HIGH_THROUGHPUT = [
+    Setup(1, (170,), capacity=1024),
+    Setup(2, (170, 33), capacity=1024),
+    Setup(2, (170, 33), dispatch="mxfp8", combine_backward="mxfp8", capacity=1024),
+    Setup(2, (170, 33), dispatch="bf16", combine_backward="bf16", dtype="float32", capacity=1024),
+    Setup(2, (170, 33), capacity=192, overflow="drop"),
+    Setup(2, (170, 33), capacity=1024, zero_copy=True),
+    Setup(4, (131, 128, 0, 17), experts=16, capacity=1024),
+]
 
 
-@pytest.mark.parametrize("setup", [*SETUPS, ZERO_COPY], ids=str)
+@pytest.mark.parametrize("setup", [*SETUPS, *HIGH_THROUGHPUT], ids=str)
 def test_nccl_ep_processes(setup: Setup) -> None:
     require_nccl_ep()
     expected = run_threads(setup.ranks, step, setup, "threads", "threads", "cpu")

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "backends/cuda/launch.h"
+#include "device/launch_kernel.h"
 #include "device/memory.cuh"
 #include "device/warp.cuh"
 
@@ -63,6 +64,7 @@ __global__ void __launch_bounds__(kThreads) locate_rows(const LocateRows l, int6
 
 struct ScatterArguments {
   ScatterRows s;
+  int64_t slots;
   int64_t row_bytes;
   int64_t row_stride;
   int alignment;
@@ -70,7 +72,7 @@ struct ScatterArguments {
 
 // A warp a slot.
 __global__ void __launch_bounds__(kThreads, 4) scatter_rows(const ScatterArguments a) {
-  const int64_t slots = in_use(a.s.slot_count, a.s.rows.shape[0]);
+  const int64_t slots = in_use(a.s.slot_count, a.slots);
   for (int64_t slot = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id(); slot < slots;
        slot += static_cast<int64_t>(gridDim.x) * kWarps) {
     const int64_t place = a.s.place[slot];
@@ -104,6 +106,7 @@ Status launch_locate_rows(const LocateRows& l, const LaunchContext& context) {
 Status launch_scatter_rows(const ScatterRows& s, const LaunchContext& context) {
   ScatterArguments a{};
   a.s = s;
+  a.slots = s.rows.rows();
   a.row_bytes = s.rows.columns() * dtype_bytes(s.rows.dtype);
   a.row_stride = s.rows.stride * dtype_bytes(s.rows.dtype);
   a.alignment = std::min(alignment_of(s.rows.data, a.row_stride), alignment_of(s.out, s.out_stride));

@@ -3,6 +3,7 @@
 #include "transports/peer/combine.h"
 
 #include "device/elements.cuh"
+#include "device/kernel_order.cuh"
 #include "device/memory.cuh"
 #include "device/warp.cuh"
 
@@ -17,7 +18,7 @@ constexpr int kWarps = kThreads / kWarp;
 #define PEER_SLOTS 8
 #endif
 constexpr int kSlotsInFlight = PEER_SLOTS;
-constexpr int kRanksInFlight = 4;
+constexpr int kRanksInFlight = 4;  // peers whose rows are on their way
 #ifndef PEER_STRETCH
 #define PEER_STRETCH 4
 #endif
@@ -63,26 +64,25 @@ __device__ __forceinline__ void add_slots(const Work& w, const Choice& mine, int
   unsigned left = __ballot_sync(kAllLanes, mine.slot >= 0);
   while (left != 0) {
     uint4 bytes[kSlotsInFlight];
-    float weight[kSlotsInFlight];
-    int count = 0;
+    unsigned fetched = left;
 #pragma unroll
     for (int i = 0; i < kSlotsInFlight; ++i) {
-      if (left == 0) continue;
-      const int from = __ffs(static_cast<int>(left)) - 1;
-      left &= left - 1;
-      const int32_t slot = __shfl_sync(kAllLanes, mine.slot, from);
-      weight[i] = __shfl_sync(kAllLanes, mine.weight, from);
+      if (fetched == 0) break;
+      const int32_t slot = __shfl_sync(kAllLanes, mine.slot, __ffs(static_cast<int>(fetched)) - 1);
+      fetched &= fetched - 1;
       if (live) bytes[i] = load_slot(w.c.slots + slot * w.c.slot_stride + at, w.slot_alignment);
-      count = i + 1;
     }
 #pragma unroll
     for (int i = 0; i < kSlotsInFlight; ++i) {
-      if (i >= count || !live) continue;
+      if (left == 0) break;
+      const float weight = __shfl_sync(kAllLanes, mine.weight, __ffs(static_cast<int>(left)) - 1);
+      left &= left - 1;
+      if (!live) continue;
       Elements<Token> e;
       e.unpack(bytes[i]);
       if (w.c.slot_weights != nullptr) {
 #pragma unroll
-        for (int j = 0; j < Elements<Token>::kCount; ++j) e.x[j] = mul_rn(weight[i], e.x[j]);
+        for (int j = 0; j < Elements<Token>::kCount; ++j) e.x[j] = mul_rn(weight, e.x[j]);
       }
 #pragma unroll
       for (int j = 0; j < Elements<Token>::kCount; ++j) sum->x[j] = add_rn(sum->x[j], e.x[j]);
@@ -122,20 +122,41 @@ __device__ __forceinline__ void store_mxfp8(const Elements<Token>& e, uint8_t* r
   if (chunk * kCount % Mxfp8::kBlock == 0) row[elements + chunk * kCount / Mxfp8::kBlock] = scale;
 }
 
-template <typename Token>
-__device__ __forceinline__ void load_mxfp8(const uint8_t* row, int64_t elements, int chunk,
-                                           Elements<Token>* e) {
-  constexpr int kCount = Elements<Token>::kCount;
-  const uint8_t* from = row + static_cast<int64_t>(chunk) * kCount;
-  const uint8_t scale = row[elements + chunk * kCount / Mxfp8::kBlock];
+// A lane's chunk of a peer's partial row, on its way.
+template <typename Token, bool kMxfp8>
+struct Partial {
+  static constexpr int kCount = Elements<Token>::kCount;
+  static constexpr int kWords = kMxfp8 ? kCount / 4 : 4;
+  uint32_t word[kWords];
+  uint8_t scale;
+
+  __device__ __forceinline__ void load(const uint8_t* row, int64_t elements, int chunk) {
+    if constexpr (kMxfp8) {
+      const uint32_t* from = reinterpret_cast<const uint32_t*>(row + static_cast<int64_t>(chunk) * kCount);
 #pragma unroll
-  for (int i = 0; i < kCount / 4; ++i) {
-    const uint32_t codes = reinterpret_cast<const uint32_t*>(from)[i];
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      e->x[4 * i + j] = Mxfp8::decode(static_cast<uint8_t>(codes >> (8 * j)), scale);
+      for (int i = 0; i < kWords; ++i) word[i] = from[i];
+      scale = row[elements + chunk * kCount / Mxfp8::kBlock];
+    } else {
+      const uint4 v = *reinterpret_cast<const uint4*>(row + chunk * int64_t{16});
+      word[0] = v.x;
+      word[1] = v.y;
+      word[2] = v.z;
+      word[3] = v.w;
+    }
   }
-}
+  __device__ __forceinline__ Elements<Token> elements() const {
+    Elements<Token> e;
+    if constexpr (kMxfp8) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        e.x[i] = Mxfp8::decode(static_cast<uint8_t>(word[i / 4] >> (8 * (i % 4))), scale);
+      }
+    } else {
+      e.unpack(make_uint4(word[0], word[1], word[2], word[3]));
+    }
+    return e;
+  }
+};
 
 // ---- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -148,6 +169,8 @@ template <typename Token, bool kMxfp8>
 __global__ void __launch_bounds__(kThreads) partial_rows(const Work w) {
   const CombineArguments& c = w.c;
   const RouteMaps& m = c.maps;
+  wait_for_kernel_before();
+  let_next_kernel_start();
   const uint32_t now = *c.pools.epoch;
   const int64_t elements = static_cast<int64_t>(c.chunks) * Elements<Token>::kCount;
   if (c.send_values && blockIdx.x == 0 && threadIdx.x == 0) {
@@ -230,6 +253,8 @@ __global__ void __launch_bounds__(kThreads, PEER_SUM_BLOCKS) sum_rows(const Work
   using E = Elements<Token>;
   const CombineArguments& c = w.c;
   const RouteMaps& m = c.maps;
+  wait_for_kernel_before();
+  let_next_kernel_start();
   const uint32_t now = *c.pools.epoch;
   const int64_t elements = static_cast<int64_t>(c.chunks) * E::kCount;
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id(); item < w.items;
@@ -247,46 +272,31 @@ __global__ void __launch_bounds__(kThreads, PEER_SUM_BLOCKS) sum_rows(const Work
       if (chunk - lane_id() >= c.chunks) break;
       const bool live = chunk < c.chunks;
       const int64_t at = (c.first_chunk + chunk) * int64_t{16};
-      E sum;
+      E own, sum;
+      sum_slots(w, slots, first, at, live, &own);
+      if constexpr (kMxfp8) round_to_mxfp8(&own);
       clear(&sum);
       for (int word = 0; word < m.holder_words(); ++word) {
         uint32_t left = holders[word];
         while (left != 0) {
-          // The rows of some peers are on their way while this rank's slots are summed.
           int32_t rank[kRanksInFlight];
-          uint4 bytes[kRanksInFlight];
-          E partial[kMxfp8 ? kRanksInFlight : 1];
-          E own;
+          Partial<Token, kMxfp8> partial[kRanksInFlight];
 #pragma unroll
           for (int r = 0; r < kRanksInFlight; ++r) {
-            rank[r] = -1;
-            if (left == 0) continue;
-            rank[r] = word * 32 + __ffs(static_cast<int>(left)) - 1;
+            rank[r] = left == 0 ? -1 : word * 32 + __ffs(static_cast<int>(left)) - 1;
             left &= left - 1;
-            if (rank[r] == m.rank || !live) continue;
-            const uint8_t* row =
-                c.pools.to_read<uint8_t>(c.outbox, rank[r], now) +
-                (static_cast<int64_t>(place_among_others(m.rank, rank[r])) * m.tokens + token) *
-                    w.partial_bytes;
-            if constexpr (kMxfp8) {
-              load_mxfp8(row, elements, chunk, &partial[r]);
-            } else {
-              bytes[r] = *reinterpret_cast<const uint4*>(row + chunk * int64_t{16});
-            }
+            if (rank[r] < 0 || rank[r] == m.rank || !live) continue;
+            const int64_t place =
+                static_cast<int64_t>(place_among_others(m.rank, rank[r])) * m.tokens + token;
+            partial[r].load(c.pools.to_read<uint8_t>(c.outbox, rank[r], now) + place * w.partial_bytes,
+                            elements, chunk);
           }
 #pragma unroll
           for (int r = 0; r < kRanksInFlight; ++r) {
             if (rank[r] < 0) continue;
-            if (rank[r] == m.rank) {
-              sum_slots(w, slots, first, at, live, &own);
-              if constexpr (kMxfp8) round_to_mxfp8(&own);
-            } else if constexpr (kMxfp8) {
-              own = partial[r];
-            } else {
-              own.unpack(bytes[r]);
-            }
+            const E e = rank[r] == m.rank ? own : partial[r].elements();
 #pragma unroll
-            for (int j = 0; j < E::kCount; ++j) sum.x[j] = add_rn(sum.x[j], own.x[j]);
+            for (int j = 0; j < E::kCount; ++j) sum.x[j] = add_rn(sum.x[j], e.x[j]);
           }
         }
       }
@@ -317,6 +327,7 @@ LaunchShape shape_of(const Work& w) {
   shape.threads = kThreads;
   shape.blocks = (w.items + kWarps - 1) / kWarps;
   shape.bounded = true;
+  shape.overlaps = true;
   return shape;
 }
 

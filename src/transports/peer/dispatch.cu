@@ -5,8 +5,12 @@
 // to one slot after the other.
 #include "transports/peer/dispatch.h"
 
+#include <cstdlib>
+#include <cstring>
+
 #include "device/codec_options.cuh"
 #include "device/decode.cuh"
+#include "device/kernel_order.cuh"
 #include "device/memory.cuh"
 #include "device/row_rescale.cuh"
 #include "device/scale_tiles.cuh"
@@ -77,6 +81,7 @@ __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, int64
 __global__ void __launch_bounds__(kThreads) publish_rows(const PublishArguments a) {
   extern __shared__ uint32_t largest[];  // [num_experts], where exponents are sent
   const RouteMaps& m = a.maps;
+  wait_for_kernel_before();
   const uint32_t now = *a.pools.epoch;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * a.tokens_per_block;
   const int64_t end = min(first + a.tokens_per_block, static_cast<int64_t>(a.tokens));
@@ -209,7 +214,6 @@ __device__ __forceinline__ void deliver_piece(const DeliverArguments& a, uint32_
   }
 }
 
-#ifdef PEER_BY_SLOT
 template <typename Form>
 __device__ __forceinline__ void deliver_slot(const DeliverArguments& a, uint32_t now, int64_t item) {
   const RouteMaps& m = a.maps;
@@ -218,7 +222,8 @@ __device__ __forceinline__ void deliver_slot(const DeliverArguments& a, uint32_t
   if (slot >= m.totals[0] || a.out == nullptr) return;
   const int64_t source = m.slot_source[slot];
   const uint8_t* row =
-      source < 0 ? nullptr : row_of(a.pools, a.rows, static_cast<int32_t>(source >> 32), source & 0xFFFFFFFF, now);
+      source < 0 ? nullptr
+                 : row_of(a.pools, a.rows, static_cast<int32_t>(source >> 32), source & 0xFFFFFFFF, now);
   const int first = piece * kPieceChunks + lane_id();
   uint4 v[kDepth];
 #pragma unroll
@@ -237,7 +242,6 @@ __device__ __forceinline__ void deliver_slot(const DeliverArguments& a, uint32_t
     if (first + d * kWarp < a.chunks) store_once(out + (first + d * kWarp) * int64_t{16}, v[d]);
   }
 }
-#endif
 
 // A warp: a slot of padding.
 __device__ __forceinline__ void clear_pad(const DeliverArguments& a, int64_t item) {
@@ -387,6 +391,8 @@ template <typename Form, typename Scales>
 __global__ void __launch_bounds__(kThreads, std::is_same_v<Scales, NoScales> ? 4 : PEER_BLOCKS)
     deliver(const DeliverArguments a) {
   extern __shared__ bool gives[];  // [size], where weights are wanted
+  wait_for_kernel_before();
+  let_next_kernel_start();
   const uint32_t now = *a.pools.epoch;
   if (a.out_weights != nullptr) read_gifts(a, now, gives);
   if constexpr (std::is_same_v<Scales, Nvfp4>) {
@@ -397,19 +403,21 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<Scales, NoScales> ? 4
     }
   }
   for (int64_t block = blockIdx.x; block < a.blocks; block += gridDim.x) {
-    if (block < a.band_blocks) {
+    // Bands lie among the others, so that what waits for memory and what fills it run side by side.
+    const int64_t before = min((block + a.band_distance - 1) / a.band_distance, a.band_blocks);
+    if (block % a.band_distance == 0 && block / a.band_distance < a.band_blocks) {
       if constexpr (!std::is_same_v<Scales, NoScales>) {
-        make_band<Scales>(a, now, block);
+        make_band<Scales>(a, now, before);
         __syncthreads();
       }
-    } else if (block < a.band_blocks + a.copy_blocks) {
-#ifdef PEER_BY_SLOT
-      deliver_slot<Form>(a, now, (block - a.band_blocks) * kWarps + warp_id());
-#else
-      deliver_piece<Form>(a, now, gives, (block - a.band_blocks) * kWarps + warp_id());
-#endif
+    } else if (block - before < a.copy_blocks) {
+      if (a.by_slot) {
+        deliver_slot<Form>(a, now, (block - before) * kWarps + warp_id());
+      } else {
+        deliver_piece<Form>(a, now, gives, (block - before) * kWarps + warp_id());
+      }
     } else {
-      clear_pad(a, (block - a.band_blocks - a.copy_blocks) * kWarps + warp_id());
+      clear_pad(a, (block - before - a.copy_blocks) * kWarps + warp_id());
     }
   }
 }
@@ -421,17 +429,18 @@ Status launch(DeliverArguments a, const LaunchContext& context) {
   a.pieces = a.out == nullptr ? 1 : static_cast<int32_t>((a.chunks + kPieceChunks - 1) / kPieceChunks);
   a.band_blocks = std::is_same_v<Scales, NoScales> || a.operand.scales == nullptr ? 0 : a.operand.bands;
   a.copy_blocks = moves ? (static_cast<int64_t>(m.tokens) * m.size * a.pieces + kWarps - 1) / kWarps : 0;
-#ifdef PEER_BY_SLOT
-  a.copy_blocks = (m.capacity * a.pieces + kWarps - 1) / kWarps;
-  const int64_t pads = 0;
-#else
-  const int64_t pads = moves ? m.local_experts() * (m.alignment - 1) : 0;
-#endif
+  const char* const knob = std::getenv("PEER_KNOB");
+  a.by_slot = knob && std::strchr(knob, 's') && std::is_same_v<Form, SameBytes>;
+  if (a.by_slot) a.copy_blocks = (m.capacity * a.pieces + kWarps - 1) / kWarps;
+  const int64_t pads = moves && !a.by_slot ? m.local_experts() * (m.alignment - 1) : 0;
   a.blocks = a.band_blocks + a.copy_blocks + (pads + kWarps - 1) / kWarps;
+  a.band_distance = a.band_blocks == 0 ? 1 : std::max<int64_t>(1, a.blocks / a.band_blocks);
+  if (knob && std::strchr(knob, 'f')) a.band_distance = 1;
   LaunchShape shape;
   shape.threads = kThreads;
   shape.blocks = std::max<int64_t>(1, a.blocks);
   shape.bounded = true;
+  shape.overlaps = true;
   shape.shared_bytes = a.out_weights != nullptr ? m.size : 0;
   return launch_kernel<deliver<Form, Scales>>("deliver", context, shape, a);
 }
@@ -463,6 +472,7 @@ Status launch_publish(const PublishArguments& arguments, const LaunchContext& co
     shape.blocks = std::min<int64_t>(shape.blocks, context.max_sms * int64_t{2048 / kThreads});
     a.tokens_per_block = static_cast<int32_t>((a.tokens + shape.blocks - 1) / shape.blocks);
   }
+  shape.overlaps = true;
   shape.shared_bytes = a.send_exponents ? a.maps.num_experts * 4 : 0;
   return launch_kernel<publish_rows>("publish", context, shape, a);
 }

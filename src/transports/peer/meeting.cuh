@@ -20,20 +20,23 @@ __device__ __forceinline__ int64_t now_ns() {
   return static_cast<int64_t>(t);
 }
 
-// Waits until the peer has come to the meeting, the time-out at most. False: it did not, or the group has ended.
-__device__ __forceinline__ bool wait_for(const Meeting& m, int32_t peer, uint32_t epoch, int64_t start,
-                                         int* reported) {
-  volatile MeetingReport* report = m.report;
+// Waits until the peer has come to the meeting, the time-out at most. False: it did not, or the group has ended. Memory of the
+// host is looked at now and then only: it is far away.
+__device__ __forceinline__ bool wait_for(const Meeting& m, int32_t peer, uint32_t epoch, int* reported) {
   const uint32_t* arrival = &m.arrivals[m.rank][peer];
+  int64_t start = 0;
   for (int spin = 0; static_cast<int32_t>(load_acquire(arrival) - epoch) < 0; ++spin) {
     if (spin % 64 != 63) continue;
+    if (start == 0) start = now_ns();
     const int32_t ended = *static_cast<volatile const int32_t*>(m.ended);
     const bool late = now_ns() - start > m.timeout_ns;
-    if (ended == 0 && !late && report->status == 0) continue;
-    if ((ended != 0 || late) && atomicExch(reported, 1) == 0) {
+    if (ended == 0 && !late) continue;
+    if (atomicExch(reported, 1) == 0) {
+      volatile MeetingReport* report = m.report;
       report->rank = ended != 0 ? ended - 1 : peer;
       __threadfence_system();
       report->status = ended != 0 ? NVTE_EP_STATUS_PEER_FAILED : NVTE_EP_STATUS_TIMEOUT;
+      *m.failed = 1;
       if (ended == 0) {  // the others need not find out for themselves
         for (int32_t r = 0; r < m.size; ++r) *static_cast<volatile int32_t*>(m.ended_words[r]) = peer + 1;
       }
@@ -48,22 +51,21 @@ __device__ __forceinline__ bool wait_for(const Meeting& m, int32_t peer, uint32_
 // later meeting returns at once.
 __device__ __forceinline__ void meet(const Meeting& m) {
   __shared__ uint32_t epoch;
-  __shared__ int reported;
+  __shared__ int failed, reported;
   __syncthreads();
   if (threadIdx.x == 0) {
     epoch = *m.epoch + 1;
+    failed = *m.failed;
     reported = 0;
   }
   __syncthreads();
-  if (static_cast<volatile MeetingReport*>(m.report)->status == 0) {
-    const int64_t start = now_ns();
-    for (int32_t peer = static_cast<int32_t>(threadIdx.x); peer < m.size;
-         peer += static_cast<int32_t>(blockDim.x)) {
-      store_release(&m.arrivals[peer][m.rank], epoch);
+  if (failed == 0) {
+    const int32_t threads = static_cast<int32_t>(blockDim.x);
+    for (int32_t peer = static_cast<int32_t>(threadIdx.x); peer < m.size; peer += threads) {
+      if (peer != m.rank) store_release(&m.arrivals[peer][m.rank], epoch);
     }
-    for (int32_t peer = static_cast<int32_t>(threadIdx.x); peer < m.size;
-         peer += static_cast<int32_t>(blockDim.x)) {
-      if (!wait_for(m, peer, epoch, start, &reported)) break;
+    for (int32_t peer = static_cast<int32_t>(threadIdx.x); peer < m.size; peer += threads) {
+      if (peer != m.rank && !wait_for(m, peer, epoch, &reported)) break;
     }
   }
   // Maxima are gathered with atomics, from zero: the copy that the next exchange writes, which no peer reads any more.

@@ -51,7 +51,7 @@ Status PeerGroup::open(Communicator* comm) {
   const std::vector<uint8_t*>& pools = memory_->pools();
   NVTE_EP_TRY(pointers_.reserve(backend_, size * int64_t{8}));
   NVTE_EP_TRY(backend_->upload(pointers_.as<void>(), pools.data(), size * int64_t{8}, nullptr));
-  NVTE_EP_TRY(ticket_.reserve(backend_, 4));
+  NVTE_EP_TRY(words_.reserve(backend_, 2 * 4));
   pools_.base = pointers_.as<uint8_t*>();
   pools_.own = memory_->own_pool();
   pools_.rank = comm->rank();
@@ -62,12 +62,13 @@ Status PeerGroup::open(Communicator* comm) {
   meeting_.size = size;
   meeting_.arrivals = pointers_.as<uint32_t*>();
   meeting_.epoch = reinterpret_cast<uint32_t*>(pools_.own + kFlagBytes) - 1;
+  meeting_.failed = words_.as<int32_t>() + 1;
   meeting_.timeout_ns = settings_.timeout_ns;
   meeting_.report = memory_->report();
   meeting_.ended = memory_->ended();
   meeting_.ended_words = memory_->ended_words();
   meeting_.maxima = reinterpret_cast<uint32_t*>(pools_.own + layout_.exponents.area.offset);
-  meeting_.maxima_distance = layout_.exponents.area.bytes / 4;
+  meeting_.maxima_distance = layout_.exponents.area.distance() / 4;
   meeting_.num_maxima = settings_.num_experts;
   // Nobody waits on a device for a rank that still allocates and copies there.
   return memory_->agree("group_create", {}, nullptr);

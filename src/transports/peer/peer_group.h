@@ -52,7 +52,7 @@ class PeerGroup : public DeviceRanks {
   const PoolLayout& layout() const { return layout_; }
   const Pools& pools() const { return pools_; }
   const Meeting& meeting() const { return meeting_; }
-  uint32_t* ticket() const { return ticket_.as<uint32_t>(); }
+  uint32_t* ticket() const { return words_.as<uint32_t>(); }
   // Runs function(launch context of the stream) on the group's device.
   template <typename Function>
   Status launch(nvte_ep_stream_t stream, const Function& function) const {
@@ -69,7 +69,8 @@ class PeerGroup : public DeviceRanks {
   std::unique_ptr<PeerMemory> memory_;
   PoolLayout layout_;
   LaunchContext context_;
-  DeviceBuffer pointers_, ticket_;
+  DeviceBuffer pointers_;
+  DeviceBuffer words_;  // of launches: a ticket, whether a meeting has failed
   Pools pools_;
   Meeting meeting_{};
 };

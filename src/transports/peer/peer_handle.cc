@@ -67,6 +67,7 @@ class PeerHandle : public HandleTransport {
                  {pointer(&m.scale_row_offsets), (experts + 1) * 8},
                  {pointer(&m.totals), 2 * 8},
                  {pointer(&counters_), kDeviceCounters * 8},
+                 {pointer(&told_), kDeviceCounters * 8},
                  {pointer(&starts_), chunks * m.size * m.num_experts * 4},
                  {pointer(&totals_), m.num_experts * int64_t{4}}};
     int64_t total = 0;
@@ -123,6 +124,7 @@ class PeerHandle : public HandleTransport {
     a.slot_source = eager ? nullptr : static_cast<int64_t*>(call.slot_source.data);
     a.slot_expert = eager ? nullptr : static_cast<int32_t*>(call.slot_expert.data);
     a.counters = counters_;
+    a.told = told_;
     a.report = report_.memory();
     NVTE_EP_TRY(group_->launch(stream, [&](const LaunchContext& c) { return launch_prepare(a, c); }));
     slots_ = member_->settings.recv_capacity;
@@ -260,7 +262,7 @@ class PeerHandle : public HandleTransport {
     RowsView packed = packed_rows(format, group_->pools().own + rows->outbox.offset, layout.row_bytes,
                                   tokens_, member_->settings.hidden);
     packed.flip = group_->pools().epoch;
-    packed.flip_bytes = rows->outbox.bytes;
+    packed.flip_bytes = rows->outbox.distance();
     Backend* backend = member_->backend;
     return call.is_apart ? backend->assemble(format, call.apart, packed, call.options, stream)
                          : backend->quantize(format, call.tokens, packed, call.options, stream);
@@ -369,6 +371,7 @@ class PeerHandle : public HandleTransport {
   int32_t* starts_ = nullptr;
   int32_t* totals_ = nullptr;
   int64_t* counters_ = nullptr;  // DeviceCounters on the device
+  int64_t* told_ = nullptr;      // those that the host knows
   DeviceReport report_;          // the host's view of them
   int64_t tokens_ = 0;
   int64_t slots_ = 0;

@@ -19,6 +19,7 @@ struct Meeting {
   // [size] every rank's array [size]: in rank r's, entry s is the last meeting that s came to
   uint32_t* const* arrivals;
   uint32_t* epoch;  // [1] meetings of this rank so far
+  int32_t* failed;  // [1] not 0: one of them has failed
   int64_t timeout_ns;
   MeetingReport* report;
   const int32_t* ended;         // [1] rank + 1 of the one that ended the group; 0: nobody

@@ -26,7 +26,8 @@ namespace nvte_ep {
 // Of every rank's pool, at the same place.
 struct Area {
   int64_t offset = 0;
-  int64_t bytes = 0;  // of each of the two copies
+  int64_t bytes = 0;                                     // of each of the two copies
+  NVTE_EP_HD int64_t distance() const { return bytes; }  // from one to the other
 };
 
 struct Pools {
@@ -40,13 +41,13 @@ struct Pools {
   // now: *epoch before the meeting.
   template <typename T>
   NVTE_EP_HD T* to_write(const Area& area, uint32_t now) const {
-    return reinterpret_cast<T*>(own + area.offset + copy_to_write(now) * area.bytes);
+    return reinterpret_cast<T*>(own + area.offset + copy_to_write(now) * area.distance());
   }
   // now: *epoch after the meeting.
   template <typename T>
   NVTE_EP_HD const T* to_read(const Area& area, int32_t peer, uint32_t now) const {
     return reinterpret_cast<const T*>((peer == rank ? own : base[peer]) + area.offset +
-                                      copy_to_write(now - 1) * area.bytes);
+                                      copy_to_write(now - 1) * area.distance());
   }
 };
 

@@ -8,6 +8,7 @@
 // A few tokens are one block's work from beginning to end.
 #include "transports/peer/prepare.h"
 
+#include "device/kernel_order.cuh"
 #include "device/warp.cuh"
 #include "transports/peer/meeting.cuh"
 
@@ -98,6 +99,7 @@ __global__ void __launch_bounds__(kBlockThreads) publish_choices(const PrepareAr
   const int chunk = static_cast<int>(blockIdx.x) * warps + warp_id();
   int32_t* choices = shared + warp_id() * (kChunkTokens * a.maps.top_k + a.maps.num_experts);
   int32_t* histogram = choices + kChunkTokens * a.maps.top_k;
+  wait_for_kernel_before();
   if (chunk < chunks_of(a.maps.tokens)) {
     clean_chunk(a, chunk, choices, histogram);
     publish_chunk(a, *a.pools.epoch, chunk, choices, histogram);
@@ -125,6 +127,8 @@ __global__ void __launch_bounds__(kScanThreads) scan_chunks(const PrepareArgumen
   const int length = (chunks + kWarps - 1) / kWarps;
   const int begin = min(warp_id() * length, chunks);
   const int end = min(begin + length, chunks);
+  wait_for_kernel_before();
+  let_next_kernel_start();
   const uint32_t now = *a.pools.epoch;
   int32_t running = 0;
   for (int c = begin; c < end; c += kLoads) {
@@ -224,6 +228,15 @@ __device__ __forceinline__ void tell(int64_t* own, const IndexView& theirs, int 
   }
 }
 
+// The host's view of the counters, where they have changed since told: its memory is far away.
+__device__ __forceinline__ void tell_host(const int64_t* counters, int64_t* told, volatile int64_t* report) {
+  if (counters[3] != told[3]) report[3] = told[3] = counters[3];
+  if (counters[2] != told[2]) __threadfence_system();  // what is needed comes before what was dropped
+  for (int i = 0; i < 3; ++i) {
+    if (counters[i] != told[i]) report[i] = told[i] = counters[i];
+  }
+}
+
 // One block: the counts of this rank's experts to whoever reads them.
 __device__ void tell_counts(const PrepareArguments& a, const int32_t* totals, const Slabs& s) {
   const RouteMaps& m = a.maps;
@@ -258,17 +271,14 @@ __device__ void tell_counts(const PrepareArguments& a, const int32_t* totals, co
   tell(m.totals + 1, IndexView{a.dropped_rows.data, a.dropped_rows.is_int64}, 0, dropped);
   a.counters[2] += dropped;
   a.counters[3] = max(a.counters[3], needed);
-  volatile int64_t* report = a.report;
-  report[3] = a.counters[3];
-  __threadfence_system();
-  for (int i = 0; i < 3; ++i) report[i] = a.counters[i];
+  tell_host(a.counters, a.told, a.report);
 }
 
 // ---- assign -------------------------------------------------------------------------------------------------------
 
 // A warp takes 32 choices at a time; lanes with the same expert line up behind each other. next [num_experts]: where the
 // chunk's copies of each expert begin.
-__device__ void assign_chunk(const PrepareArguments& a, const Slabs& s, uint32_t now, int chunk,
+__device__ void assign_chunk(const PrepareArguments& a, const Slabs& s, int chunk, const int32_t* indices,
                              int32_t* next) {
   const RouteMaps& m = a.maps;
   const int chunks = chunks_of(m.tokens);
@@ -279,7 +289,6 @@ __device__ void assign_chunk(const PrepareArguments& a, const Slabs& s, uint32_t
   const int local = m.local_experts();
   const int lane = lane_id();
   const bool own = source == m.rank;
-  const int32_t* indices = a.pools.to_read<int32_t>(a.indices, source, now) + first;
   int32_t* row_slots = m.row_slots + source * m.choices() + first;
   if (own) {
     const int words = m.holder_words();
@@ -319,6 +328,12 @@ __device__ void assign_chunk(const PrepareArguments& a, const Slabs& s, uint32_t
   }
 }
 
+__device__ __forceinline__ const int32_t* indices_of(const PrepareArguments& a, uint32_t now, int chunk) {
+  const int chunks = chunks_of(a.maps.tokens);
+  return a.pools.to_read<int32_t>(a.indices, chunk / chunks, now) +
+         chunk % chunks * kChunkTokens * a.maps.top_k;
+}
+
 // A warp's share of a slab: the padding, and where the caller wants it the expert of all slots.
 __device__ void mark_slab(const PrepareArguments& a, const Slabs& s, int i, int share) {
   const RouteMaps& m = a.maps;
@@ -343,13 +358,15 @@ __global__ void __launch_bounds__(kBlockThreads) assign_slots(const PrepareArgum
   const int chunks = m.size * chunks_of(m.tokens);
   int32_t* next =
       reinterpret_cast<int32_t*>(shared_bytes + Slabs::bytes(m.num_experts)) + warp_id() * m.num_experts;
+  wait_for_kernel_before();
+  let_next_kernel_start();
   if (item < chunks) {
     const int32_t* starts = a.starts + static_cast<int64_t>(item) * m.num_experts;
     for (int e = lane_id(); e < m.num_experts; e += kWarp) next[e] = starts[e];
   }
   lay_out_slabs(m, a.totals, slabs);
   if (item < chunks) {
-    assign_chunk(a, slabs, *a.pools.epoch, item, next);
+    assign_chunk(a, slabs, item, indices_of(a, *a.pools.epoch, item), next);
   } else if (item - chunks < m.local_experts() * kMarkWarps) {
     mark_slab(a, slabs, (item - chunks) / kMarkWarps, (item - chunks) % kMarkWarps);
   }
@@ -374,20 +391,24 @@ __global__ void __launch_bounds__(kLoneThreads) prepare_few(const PrepareArgumen
   const Slabs slabs(shared_bytes, experts);
   int32_t* totals = reinterpret_cast<int32_t*>(shared_bytes + Slabs::bytes(experts));
   int32_t* histograms = totals + experts;
-  int32_t* choices = histograms + chunks * experts + warp_id() * kChunkTokens * m.top_k;
-  if (warp_id() < own_chunks) {
-    int32_t* histogram = histograms + warp_id() * experts;
-    clean_chunk(a, warp_id(), choices, histogram);
-    publish_chunk(a, *a.pools.epoch, warp_id(), choices, histogram);
+  int32_t* choices = histograms + chunks * experts;
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  const int first_own = m.rank * own_chunks;
+  wait_for_kernel_before();
+  for (int c = warp_id(); c < own_chunks; c += warps) {
+    int32_t* histogram = histograms + (first_own + c) * experts;
+    clean_chunk(a, c, choices + c * kChunkTokens * m.top_k, histogram);
+    publish_chunk(a, *a.pools.epoch, c, choices + c * kChunkTokens * m.top_k, histogram);
   }
   meet(a.meeting);
   const uint32_t now = *static_cast<volatile const uint32_t*>(a.pools.epoch);
-  for (int c = warp_id(); c < chunks; c += kLoneThreads / kWarp) {
+  for (int c = warp_id(); c < chunks; c += warps) {
+    if (c / own_chunks == m.rank) continue;
     const int32_t* counts = histogram_of(a, now, c);
     for (int e = lane_id(); e < experts; e += kWarp) histograms[c * experts + e] = counts[e];
   }
   __syncthreads();
-  for (int e = static_cast<int>(threadIdx.x); e < experts; e += kLoneThreads) {
+  for (int e = static_cast<int>(threadIdx.x); e < experts; e += static_cast<int>(blockDim.x)) {
     int32_t running = 0;
     for (int c = 0; c < chunks; ++c) {
       const int32_t count = histograms[c * experts + e];
@@ -398,9 +419,13 @@ __global__ void __launch_bounds__(kLoneThreads) prepare_few(const PrepareArgumen
   }
   __syncthreads();
   lay_out_slabs(m, totals, slabs);
-  for (int c = warp_id(); c < chunks; c += kLoneThreads / kWarp)
-    assign_chunk(a, slabs, now, c, histograms + c * experts);
-  for (int i = warp_id(); i < m.local_experts() * kMarkWarps; i += kLoneThreads / kWarp) {
+  for (int c = warp_id(); c < chunks; c += warps) {
+    const int own = c - first_own;
+    const int32_t* indices =
+        own >= 0 && own < own_chunks ? choices + own * kChunkTokens * m.top_k : indices_of(a, now, c);
+    assign_chunk(a, slabs, c, indices, histograms + c * experts);
+  }
+  for (int i = warp_id(); i < m.local_experts() * kMarkWarps; i += warps) {
     mark_slab(a, slabs, i / kMarkWarps, i % kMarkWarps);
   }
   tell_counts(a, totals, slabs);
@@ -450,17 +475,21 @@ Status launch_prepare(const PrepareArguments& a, const LaunchContext& context) {
   const int chunks = chunks_of(m.tokens);
   if (m.size * chunks <= kLoneThreads / kWarp && lone_bytes(m) <= context.shared_bytes_per_block - 1024) {
     LaunchShape lone;
-    lone.threads = kLoneThreads;
+    // As few warps as there is work for: they wait for each other often.
+    lone.threads = kWarp * std::min(kLoneThreads / kWarp, std::max(8, m.size * chunks));
+    lone.overlaps = true;
     lone.shared_bytes = static_cast<int>(lone_bytes(m));
     return launch_kernel<prepare_few>("prepare", context, lone, a);
   }
   LaunchShape publish;
   const int publish_warps = warps_that_fit(0, publish_bytes_per_warp(m), context);
+  publish.overlaps = true;
   publish.threads = publish_warps * kWarp;
   publish.shared_bytes = publish_warps * publish_bytes_per_warp(m);
   publish.blocks = std::max(1, (chunks + publish_warps - 1) / publish_warps);
   NVTE_EP_TRY(launch_kernel<publish_choices>("prepare: publish", context, publish, a));
   LaunchShape scan;
+  scan.overlaps = true;
   scan.threads = kScanThreads;
   scan.blocks = (m.num_experts + kWarp - 1) / kWarp;
   NVTE_EP_TRY(launch_kernel<scan_chunks>("prepare: scan", context, scan, a));
@@ -468,6 +497,7 @@ Status launch_prepare(const PrepareArguments& a, const LaunchContext& context) {
   const int64_t slabs = Slabs::bytes(m.num_experts);
   const int assign_warps = warps_that_fit(slabs, m.num_experts * int64_t{4}, context);
   const int64_t items = static_cast<int64_t>(m.size) * chunks + m.local_experts() * kMarkWarps;
+  assign.overlaps = true;
   assign.threads = assign_warps * kWarp;
   assign.shared_bytes = static_cast<int>(slabs) + assign_warps * m.num_experts * 4;
   assign.blocks = (items + assign_warps - 1) / assign_warps;

@@ -33,7 +33,8 @@ struct PrepareArguments {
   int64_t* slot_source;
   int32_t* slot_expert;
   int64_t* counters;  // DeviceCounters in device memory
-  int64_t* report;    // and where the host reads them
+  int64_t* told;      // those that the host knows
+  int64_t* report;    // and where it reads them
 };
 
 int32_t prepare_chunks(int64_t tokens);  // of a rank
