@@ -401,6 +401,44 @@ def weights_on_some_ranks(rank: Rank, transport: Transport, case: Case) -> None:
         step_on(rank, handle, case)
 
 
+def weights_that_a_peer_does_not_give(rank: Rank, transport: Transport, case: Case) -> None:
+    """On a device no call can be refused for what a peer does later: there are zeros in place of what it does
+    not give, not what it gave before, and a finding with its number. The group goes on."""
+    me = rank.index
+    layout, where = case.layouts[me], case.where[me]
+    with open_group(rank, transport, case) as group, open_handle(group, case) as handle:
+        handle.prepare(case.topk[me])
+        tokens, weights = case.tokens_in(me), case.weights_in(me)
+        slots = np.zeros((handle.slots, case.hidden), DTYPES["bfloat16"])
+        scalars = np.ones(handle.slots, np.float32)
+
+        def dispatch(given: bool) -> Any:
+            room = np.empty(handle.slots, np.float32) if given else None
+            handle.dispatch(tokens, weights if given else None, receive="rows", recv_weights=room)
+            return room
+
+        def dispatch_backward(given: bool) -> Any:
+            return handle.dispatch_backward(slots, scalars if given else None)[1]
+
+        for call in (dispatch, dispatch_backward):
+            first = call(True)
+            again = call(me == 0)
+            error = group.poll_error()
+            if me == 0:
+                assert error is not None
+                assert (error.status, error.rank) == (Status.INVALID_ARGUMENT, 1)
+                if call is dispatch:
+                    given = layout.source_rank == 0
+                    expected = np.where(given, first[: layout.total_rows], 0)
+                    np.testing.assert_array_equal(again[: layout.total_rows], expected)
+                else:
+                    np.testing.assert_array_equal(again, np.where(where[:, :, 0] == 0, 1, 0))
+            else:
+                assert error is None
+            assert group.poll_error() is None
+        step_on(rank, handle, case)
+
+
 def before_prepare(rank: Rank, transport: Transport, case: Case) -> None:
     with open_group(rank, transport, case) as group:
         handle = open_handle(group, case)

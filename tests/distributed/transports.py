@@ -55,6 +55,8 @@ class Transport:
     # A call returns when all ranks have made it: so ranks in different calls, or with other arguments, are
     # told. On a device a call returns when it is enqueued.
     calls_meet: bool = False
+    # A rank that wants weights which a peer does not give gets zeros for them and a finding about the peer.
+    reports_missing_weights: bool = False
     # Of a rank that stalls or leaves, the others tell its number, and so does its own next call.
     names_culprit: bool = True
     aborts_travel: bool = True  # an abort ends the waits of the peers at once; else their time-out does
@@ -177,7 +179,7 @@ THREADS_MIRRORED = dataclasses.replace(THREADS, id="threads_mirrored", mirrored=
 _NCCL: dict[str, Any] = dict.fromkeys(
     ("names_culprit", "aborts_travel", "creation_times_out", "survives_failures"), False
 )
-_PEER: dict[str, Any] = {"mxfp8_sums": True}
+_PEER: dict[str, Any] = {"mxfp8_sums": True, "reports_missing_weights": True}
 _NCCL_EP: dict[str, Any] = {"zero_copy": True, "one_shape": True, "max_ranks": 4}
 _IPC = (("NVTE_EP_PEER_MEMORY", "ipc"),)
 _PROCESSES: dict[str, Any] = {"in_processes": True, "examples": 10, "alignments": (1, 32, 128)}
