@@ -50,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from fake_cuda import FakeRuntime, install
 
 SHAPE = ["--tokens", "40", "--hidden", "64", "--top-k", "3", "--experts", "8", "--alignment", "32"]
-SMALL = ["bench", "ep", "--device", "cpu", "--quick", *SHAPE]
+SMALL = ["bench", "ep", "--device", "cpu", *SHAPE]
 TINY = Shape(40, 64, 3, 8, 32)
 LAYER = Shape(4096, 7168, 8, 64, 128)
 
@@ -391,7 +391,7 @@ ON_DEVICE = [
 
 
 def test_on_a_device(runtime: FakeRuntime, measured: Callable[..., dict[str, Any]]) -> None:
-    answer = measured("--quick", "--no-nccl-ep", base=ON_DEVICE)
+    answer = measured("--no-nccl-ep", base=ON_DEVICE)
     assert answer["ok"]
     assert answer["device"]["name"] == "NVIDIA H200"
     for entry in answer["shapes"][0]["operations"]:
@@ -435,6 +435,23 @@ def test_nccl_ep_beside_it(
     assert counted["ncclEpCreateGroup"] == counted["ncclEpGroupDestroy"] == 4
     assert counted["ncclEpInitHandle"] + counted["ncclEpCreateHandle"] == counted["ncclEpHandleDestroy"] == 4
     assert nccl_ep.made[-1] == "ncclCommDestroy"
+
+
+def test_quick(measured: Callable[..., dict[str, Any]]) -> None:
+    answer = measured("--quick", "--tokens", "40,600")
+    small, large = ([e["operation"] for e in shape["operations"]] for shape in answer["shapes"])
+    assert small == ["prepare", *(operation.key for operation in step_operations())]
+    assert large == [
+        "prepare",
+        "dispatch bf16 -> decoded",
+        "dispatch mxfp8 packed -> rows",
+        "dispatch mxfp8 -> operand",
+        "dispatch mxfp8 -> operand + columns",
+        "dispatch nvfp4 packed -> rows",
+        "dispatch nvfp4 -> operand",
+        "dispatch nvfp4 -> operand + columns",
+        "combine bf16",
+    ]
 
 
 def test_quick_spares_compilations(

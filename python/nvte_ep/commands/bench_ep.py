@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", metavar="LIST", help='operations whose name contains one of these, e.g. "combine,nvfp4 ->"'
     )
     what.add_argument("--no-host", action="store_true", help="not the host time of calls")
-    what.add_argument("--quick", action="store_true", help="two shapes, few repeats: a first look")
+    what.add_argument("--quick", action="store_true", help="two shapes, the main operations, few repeats")
     what.add_argument(
         "--check-all", action="store_true", help="compare every slot, not only those of some experts"
     )
@@ -153,17 +153,19 @@ def _shapes(arguments: argparse.Namespace, kind: str, ranks: int) -> list[Shape]
     return list(dict.fromkeys(shapes))
 
 
-def _wanted(shape: Shape, only: str | None) -> list[Operation]:
-    decode = step_operations() if shape.tokens <= DECODE_TOKENS else []
+def _wanted(shape: Shape, arguments: argparse.Namespace) -> list[Operation]:
+    small = shape.tokens <= DECODE_TOKENS
     found = [
         operation
-        for operation in [*operations(), *decode]
+        for operation in [*operations(), *(step_operations() if small else [])]
         if not operation.columnwise or shape.alignment >= format_info()[operation.wire].columnwise_alignment
     ]
-    if only is None:
-        return found
-    wanted = [part.strip() for part in only.split(",") if part.strip()]
-    return [operation for operation in found if any(part in operation.key for part in wanted)]
+    if arguments.only is not None:
+        wanted = [part.strip() for part in arguments.only.split(",") if part.strip()]
+        return [operation for operation in found if any(part in operation.key for part in wanted)]
+    if arguments.quick and small:
+        return [operation for operation in found if operation.verb in ("prepare", "step")]
+    return [operation for operation in found if operation.principal or not arguments.quick]
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -425,7 +427,7 @@ def _open(arguments: argparse.Namespace, ranks: Ranks) -> tuple[Machine, Clock, 
 def measure(arguments: argparse.Namespace, ranks: Ranks) -> Report:
     machine, clock, devices = _open(arguments, ranks)
     shapes = _shapes(arguments, machine.kind, ranks.size)
-    wanted = [(shape, _wanted(shape, arguments.only)) for shape in shapes]
+    wanted = [(shape, _wanted(shape, arguments)) for shape in shapes]
     steps = sum(len(found) for _, found in wanted) + 1
     shown = arguments.progress if ranks.rank == 0 else False
     with Progress(steps, shown=shown) as progress:

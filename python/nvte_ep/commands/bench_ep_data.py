@@ -71,6 +71,15 @@ class Operation:
         return f"{self.verb} {self.wire}{rounding} {source}-> {what}"
 
     @property
+    def principal(self) -> bool:
+        """Of the forward pass, in the kinds that its consumers want."""
+        if self.verb in ("prepare", "combine"):
+            return self.wire == "bf16"
+        as_it_came = self.given == "packed" and self.receive == "rows"
+        to_experts = self.given == "tokens" and (self.receive == "operand" or self.wire == "bf16")
+        return self.verb == "dispatch" and (as_it_came or to_experts)
+
+    @property
     def sends(self) -> bool:
         """Each token goes to its slots; otherwise slots are summed."""
         return self.verb in ("dispatch", "combine_backward", "step")
