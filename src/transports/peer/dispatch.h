@@ -84,8 +84,6 @@ struct DeliverArguments {
   // Of the launch
   int32_t pieces;  // that a row is moved in
   int64_t band_blocks, copy_blocks, blocks;
-  int64_t band_distance;  // from a block that makes a band to the next
-  bool by_slot;
 };
 
 enum class SlotForm { kBytes, kDecoded, kOperand };
