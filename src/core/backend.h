@@ -30,6 +30,13 @@ struct RowsView {
   // Rows that are written to one of two places: where *flip, in the backend's memory, is odd, flip_bytes further on.
   const uint32_t* flip = nullptr;
   int64_t flip_bytes = 0;
+  // Packed rows that lie anywhere [rows]; the pointers above are then those of any one row. For dequantize on a device.
+  const uint8_t* const* anywhere = nullptr;
+
+  // A part of row i. first: that part of the first row, one of the three pointers.
+  NVTE_EP_HD const uint8_t* part(const uint8_t* first, int64_t stride, int64_t i) const {
+    return anywhere == nullptr ? first + i * stride : anywhere[i] + (first - payload);
+  }
 };
 
 // Where the rows of a view lie; called where *flip can be read.

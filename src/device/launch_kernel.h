@@ -9,7 +9,6 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
 #include <vector>
 
 #include "core/status.h"
@@ -106,8 +105,7 @@ Status launch_kernel(const char* what, const LaunchContext& context, const Launc
     cluster.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
     cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   }
-  const bool allowed = std::getenv("PEER_NO_OVERLAP") == nullptr;
-  if (shape.overlaps && allowed) {
+  if (shape.overlaps) {
     cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;

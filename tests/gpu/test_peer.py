@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
         raise RuntimeError("NVTE_EP_REQUIRE=cuda, and there is no GPU")
     pytest.skip("no GPU", allow_module_level=True)
 
-TOKENS, HIDDEN, EXPERTS, TOP_K, SLOTS = 40, 96, 8, 2, 512
+TOKENS, HIDDEN, EXPERTS, TOP_K, SLOTS = 40, 96, 24, 2, 512
 
 
 class Layer:
@@ -132,11 +132,10 @@ def one_gives_no_gradients(rank: Rank) -> dict[str, Any]:
 
 def test_gradients_that_a_peer_did_not_give_are_zero_and_found() -> None:
     got = run_threads(2, one_gives_no_gradients)
-    assert [(status, rank) for status, rank, _ in got[0]["found"]] == [("INVALID_ARGUMENT", 1)]
+    assert got[0]["found"] == [("INVALID_ARGUMENT", 1, 1)]
     assert got[1]["found"] == []
     missing = got[0]["holders"] == 1
-    assert missing.any() and got[0]["found"][0][2] == int(missing.sum())
-    assert (got[0]["grads"][missing] == 0).all() and (got[0]["grads"][~missing] == 3).all()
+    assert missing.any() and (got[0]["grads"][missing] == 0).all() and (got[0]["grads"][~missing] == 3).all()
 
 
 def everything(rank: Rank, settings: dict[str, Any]) -> list[Any]:

@@ -30,7 +30,8 @@ __device__ __forceinline__ float row_scale(const DequantizeArguments& a, const T
   if (tensor_scale.kind == Nvfp4::ScaleKind::kLive) return exp2_int(tensor_scale.exponent);
   if (tensor_scale.kind == Nvfp4::ScaleKind::kNan || a.rows.token_scales == nullptr)
     return bits_float(kNanBits);
-  const float scale = *reinterpret_cast<const float*>(a.rows.token_scales + row * a.rows.token_scale_stride);
+  const float scale =
+      *reinterpret_cast<const float*>(a.rows.part(a.rows.token_scales, a.rows.token_scale_stride, row));
   int exponent;
   return Nvfp4::classify(scale, &exponent) == Nvfp4::ScaleKind::kNan ? bits_float(kNanBits) : scale;
 }
@@ -52,8 +53,8 @@ __global__ void __launch_bounds__(kRowThreads, 4)
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * threads.rows_per_block + row_in_block; row < count;
        row += static_cast<int64_t>(gridDim.x) * threads.rows_per_block) {
     const float token_scale = std::is_same_v<Format, Nvfp4> ? row_scale(a, tensor_scale, row) : 0.0f;
-    const uint8_t* payload = a.rows.payload + row * a.rows.payload_stride;
-    const uint8_t* scales = a.rows.scales + row * a.rows.scales_stride;
+    const uint8_t* payload = a.rows.part(a.rows.payload, a.rows.payload_stride, row);
+    const uint8_t* scales = a.rows.part(a.rows.scales, a.rows.scales_stride, row);
     uint8_t* out = a.tokens + row * a.token_stride;
     for (int chunk = first_chunk; chunk < threads.chunks;
          chunk += kChunksInFlight * threads.threads_per_row) {
@@ -86,8 +87,8 @@ __global__ void __launch_bounds__(kRowThreads, 4) dequantize_weighted_rows(const
     const bool padding = w.slot_source != nullptr && w.slot_source[row] < 0;
     const float weight = w.weights != nullptr && !padding ? w.weights[row] : 1.0f;
     const float token_scale = std::is_same_v<Format, Nvfp4> ? row_scale(a, tensor_scale, row) : 0.0f;
-    const uint8_t* payload = a.rows.payload + row * a.rows.payload_stride;
-    const uint8_t* scales = a.rows.scales + row * a.rows.scales_stride;
+    const uint8_t* payload = a.rows.part(a.rows.payload, a.rows.payload_stride, row);
+    const uint8_t* scales = a.rows.part(a.rows.scales, a.rows.scales_stride, row);
     double sum = 0.0;
     for (int64_t chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
       float x[kElements<Token>];

@@ -14,18 +14,11 @@ using namespace nvte_ep::device;  // NOLINT
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-#ifndef PEER_SLOTS
-#define PEER_SLOTS 8
-#endif
-constexpr int kSlotsInFlight = PEER_SLOTS;
+constexpr int kSlotsInFlight = 4;
 constexpr int kRanksInFlight = 4;  // peers whose rows are on their way
-#ifndef PEER_STRETCH
-#define PEER_STRETCH 4
-#endif
-#ifndef PEER_SUM_BLOCKS
-#define PEER_SUM_BLOCKS 2
-#endif
-constexpr int kStretch = PEER_STRETCH;  // chunks that a lane sums, one after the other
+constexpr int kLongStretch = 8;    // chunks that a lane sums, one after the other, where there are many
+constexpr int kStagedSlots = 8;    // that can be on their way through shared memory
+constexpr int kStageBytes = kStagedSlots * kWarp * 16;  // of a warp
 
 __host__ __device__ constexpr int elements_per_chunk(int token_bytes) { return 16 / token_bytes; }
 // Codes | scales of the pass's columns.
@@ -36,6 +29,7 @@ __host__ __device__ constexpr int64_t mxfp8_partial_bytes(int64_t elements) {
 struct Work {
   CombineArguments c;
   int64_t partial_bytes;
+  int32_t stretch;    // chunks that a lane sums
   int32_t stretches;  // of a token
   int64_t items;
   int slot_alignment, result_alignment;
@@ -165,6 +159,11 @@ __device__ __forceinline__ int32_t place_among_others(int32_t rank, int32_t hold
   return rank < holder ? rank : rank - 1;
 }
 
+// A rank whose slots are all empty has nothing to give.
+__device__ __forceinline__ bool gives_values(const CombineArguments& c) {
+  return c.slot_values != nullptr || c.maps.totals[0] == 0;
+}
+
 template <typename Token, bool kMxfp8>
 __global__ void __launch_bounds__(kThreads) partial_rows(const Work w) {
   const CombineArguments& c = w.c;
@@ -174,7 +173,7 @@ __global__ void __launch_bounds__(kThreads) partial_rows(const Work w) {
   const uint32_t now = *c.pools.epoch;
   const int64_t elements = static_cast<int64_t>(c.chunks) * Elements<Token>::kCount;
   if (c.send_values && blockIdx.x == 0 && threadIdx.x == 0) {
-    *c.pools.to_write<uint32_t>(c.values.given, now) = c.slot_values != nullptr;
+    *c.pools.to_write<uint32_t>(c.values.given, now) = gives_values(c);
   }
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id(); item < w.items;
        item += static_cast<int64_t>(gridDim.x) * kWarps) {
@@ -199,8 +198,8 @@ __global__ void __launch_bounds__(kThreads) partial_rows(const Work w) {
     uint8_t* row = c.pools.to_write<uint8_t>(c.outbox, now) +
                    (static_cast<int64_t>(other) * m.tokens + token) * w.partial_bytes;
 #pragma unroll 1
-    for (int i = 0; i < kStretch; ++i) {
-      const int chunk = (stretch * kStretch + i) * kWarp + lane_id();
+    for (int i = 0; i < w.stretch; ++i) {
+      const int chunk = (stretch * w.stretch + i) * kWarp + lane_id();
       if (chunk - lane_id() >= c.chunks) break;
       const bool live = chunk < c.chunks;
       Elements<Token> sum;
@@ -214,42 +213,78 @@ __global__ void __launch_bounds__(kThreads) partial_rows(const Work w) {
   }
 }
 
-// A value of each choice of a token, from where its slot is.
+// A value of each choice of a token, from where its slot is; 0 from a rank that gives none.
 __device__ __forceinline__ void gather_values(const CombineArguments& c, uint32_t now, int64_t token) {
   const RouteMaps& m = c.maps;
   for (int k = lane_id(); k < m.top_k; k += kWarp) {
     const int32_t expert = m.kept_experts[token * m.top_k + k];
     float value = 0.0f;
-    int32_t missing = -1;
     if (expert >= 0) {
       const int32_t holder = expert / m.local_experts();
       if (holder == m.rank) {
-        if (c.slot_values != nullptr) {
-          value = c.slot_values[m.row_slots[(static_cast<int64_t>(m.rank) * m.tokens + token) * m.top_k + k]];
-        } else {
-          missing = holder;
-        }
+        const int64_t choice = (static_cast<int64_t>(m.rank) * m.tokens + token) * m.top_k + k;
+        if (c.slot_values != nullptr) value = c.slot_values[m.row_slots[choice]];
       } else if (*c.pools.to_read<uint32_t>(c.values.given, holder, now) != 0) {
-        const float* values = c.pools.to_read<float>(c.values.area, holder, now);
-        value =
-            values[(static_cast<int64_t>(place_among_others(m.rank, holder)) * m.tokens + token) * m.top_k +
-                   k];
-      } else {
-        missing = holder;
+        const int64_t choice =
+            (static_cast<int64_t>(place_among_others(m.rank, holder)) * m.tokens + token) * m.top_k + k;
+        value = c.pools.to_read<float>(c.values.area, holder, now)[choice];
       }
     }
     c.own_values[token * c.own_value_stride + k] = value;
-    if (missing < 0) continue;
-    const unsigned long long before = atomicAdd(reinterpret_cast<unsigned long long*>(&c.counters[4]), 1ull);
-    volatile int64_t* report = c.report;
-    report[5] = missing;
+  }
+}
+
+// One thread: the host learns which ranks gave no values.
+__device__ void tell_missing(const CombineArguments& c, uint32_t now) {
+  volatile int64_t* report = c.report;
+  for (int32_t r = 0; r < c.maps.size; ++r) {
+    const bool gave =
+        r == c.maps.rank ? gives_values(c) : *c.pools.to_read<uint32_t>(c.values.given, r, now) != 0;
+    if (gave) continue;
+    report[5] = c.counters[5] = r;
     __threadfence_system();
-    report[4] = static_cast<int64_t>(before) + 1;
+    report[4] = c.counters[4] += 1;
+  }
+}
+
+// ---- slots through shared memory: a lane fetches what it will add itself, the next chunk while it adds one ----
+
+// stage: the lane's place of the first slot. Every lane calls.
+__device__ __forceinline__ void fetch_slots(const Work& w, const Choice& mine, int64_t at, bool live,
+                                            uint32_t stage) {
+  for (unsigned left = __ballot_sync(kAllLanes, mine.slot >= 0); left != 0; left &= left - 1) {
+    const int32_t slot = __shfl_sync(kAllLanes, mine.slot, __ffs(static_cast<int>(left)) - 1);
+    if (live) copy_async16(stage, w.c.slots + slot * w.c.slot_stride + at);
+    stage += kWarp * 16;
+  }
+  commit_copies();
+}
+
+template <typename Token>
+__device__ __forceinline__ void sum_fetched(const Work& w, const Choice& mine, const uint8_t* stage,
+                                            bool live, Elements<Token>* sum) {
+  clear(sum);
+  for (unsigned left = __ballot_sync(kAllLanes, mine.slot >= 0); left != 0; left &= left - 1) {
+    const float weight = __shfl_sync(kAllLanes, mine.weight, __ffs(static_cast<int>(left)) - 1);
+    Elements<Token> e;
+    if (live) {
+      e.unpack(*reinterpret_cast<const uint4*>(stage));
+    } else {
+      clear(&e);
+    }
+    if (w.c.slot_weights != nullptr) {
+#pragma unroll
+      for (int j = 0; j < Elements<Token>::kCount; ++j) e.x[j] = mul_rn(weight, e.x[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < Elements<Token>::kCount; ++j) sum->x[j] = add_rn(sum->x[j], e.x[j]);
+    stage += kWarp * 16;
   }
 }
 
 template <typename Token, bool kMxfp8>
-__global__ void __launch_bounds__(kThreads, PEER_SUM_BLOCKS) sum_rows(const Work w) {
+__global__ void __launch_bounds__(kThreads, 3) sum_rows(const Work w) {
+  extern __shared__ __align__(16) uint8_t stages[];
   using E = Elements<Token>;
   const CombineArguments& c = w.c;
   const RouteMaps& m = c.maps;
@@ -257,6 +292,7 @@ __global__ void __launch_bounds__(kThreads, PEER_SUM_BLOCKS) sum_rows(const Work
   let_next_kernel_start();
   const uint32_t now = *c.pools.epoch;
   const int64_t elements = static_cast<int64_t>(c.chunks) * E::kCount;
+  if (c.own_values != nullptr && blockIdx.x == 0 && threadIdx.x == 0) tell_missing(c, now);
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id(); item < w.items;
        item += static_cast<int64_t>(gridDim.x) * kWarps) {
     const int stretch = static_cast<int>(item % w.stretches);
@@ -266,14 +302,30 @@ __global__ void __launch_bounds__(kThreads, PEER_SUM_BLOCKS) sum_rows(const Work
     if (c.own_values != nullptr && stretch == 0) gather_values(c, now, token);
     const uint32_t* holders = m.holders + token * m.holder_words();
     uint8_t* result = c.result + token * c.result_stride;
+    const bool staged = w.slot_alignment >= 16 && m.top_k <= kWarp &&
+                        __popc(__ballot_sync(kAllLanes, first.slot >= 0)) <= kStagedSlots;
+    const uint8_t* stage = stages + warp_id() * 2 * kStageBytes + lane_id() * 16;
+    const auto byte_of = [&](int chunk) { return (c.first_chunk + chunk) * int64_t{16}; };
+    if (staged) {
+      const int chunk = stretch * w.stretch * kWarp + lane_id();
+      fetch_slots(w, first, byte_of(chunk), chunk < c.chunks, shared_address(stage));
+    }
 #pragma unroll 1
-    for (int i = 0; i < kStretch; ++i) {
-      const int chunk = (stretch * kStretch + i) * kWarp + lane_id();
+    for (int i = 0; i < w.stretch; ++i) {
+      const int chunk = (stretch * w.stretch + i) * kWarp + lane_id();
       if (chunk - lane_id() >= c.chunks) break;
       const bool live = chunk < c.chunks;
-      const int64_t at = (c.first_chunk + chunk) * int64_t{16};
+      const int64_t at = byte_of(chunk);
       E own, sum;
-      sum_slots(w, slots, first, at, live, &own);
+      if (staged) {
+        const int next = chunk + kWarp;
+        fetch_slots(w, first, byte_of(next), i + 1 < w.stretch && next < c.chunks,
+                    shared_address(stage) + (i + 1) % 2 * kStageBytes);
+        wait_copies<1>();
+        sum_fetched(w, first, stage + i % 2 * kStageBytes, live, &own);
+      } else {
+        sum_slots(w, slots, first, at, live, &own);
+      }
       if constexpr (kMxfp8) round_to_mxfp8(&own);
       clear(&sum);
       for (int word = 0; word < m.holder_words(); ++word) {
@@ -312,11 +364,15 @@ __global__ void __launch_bounds__(kThreads, PEER_SUM_BLOCKS) sum_rows(const Work
   }
 }
 
-Work work_of(DType dtype, const CombineArguments& c) {
+Work work_of(DType dtype, const CombineArguments& c, int64_t rows, const LaunchContext& context) {
   Work w{};
   w.c = c;
   w.partial_bytes = partial_row_bytes(dtype, c.mxfp8, c.chunks);
-  w.stretches = (c.chunks + kStretch * kWarp - 1) / (kStretch * kWarp);
+  const int32_t warps = (c.chunks + kWarp - 1) / kWarp;  // that a row keeps busy with one chunk each
+  const bool many = rows * warps > int64_t{4} * kLongStretch * kWarps * context.sms;
+  w.stretches = many ? (warps + kLongStretch - 1) / kLongStretch : warps;
+  w.stretch = (warps + w.stretches - 1) / w.stretches;
+  w.items = rows * w.stretches;
   w.slot_alignment = alignment_of(c.slots, c.slot_stride);
   w.result_alignment = alignment_of(c.result, c.result_stride);
   return w;
@@ -352,8 +408,7 @@ int64_t partial_row_bytes(DType dtype, bool mxfp8, int32_t chunks) {
 }
 
 Status launch_partial_rows(DType dtype, const CombineArguments& c, const LaunchContext& context) {
-  Work w = work_of(dtype, c);
-  w.items = static_cast<int64_t>(c.maps.size - 1) * c.maps.tokens * w.stretches;
+  const Work w = work_of(dtype, c, static_cast<int64_t>(c.maps.size - 1) * c.maps.tokens, context);
   if (w.items == 0) return Status();
   return with_token(dtype, [&](auto token) {
     using Token = decltype(token);
@@ -363,13 +418,14 @@ Status launch_partial_rows(DType dtype, const CombineArguments& c, const LaunchC
 }
 
 Status launch_sum_rows(DType dtype, const CombineArguments& c, const LaunchContext& context) {
-  Work w = work_of(dtype, c);
-  w.items = static_cast<int64_t>(c.tokens) * w.stretches;
+  const Work w = work_of(dtype, c, c.tokens, context);
   if (w.items == 0) return Status();
+  LaunchShape shape = shape_of(w);
+  shape.shared_bytes = kWarps * 2 * kStageBytes;
   return with_token(dtype, [&](auto token) {
     using Token = decltype(token);
-    return c.mxfp8 ? launch_kernel<sum_rows<Token, true>>("sum_rows", context, shape_of(w), w)
-                   : launch_kernel<sum_rows<Token, false>>("sum_rows", context, shape_of(w), w);
+    return c.mxfp8 ? launch_kernel<sum_rows<Token, true>>("sum_rows", context, shape, w)
+                   : launch_kernel<sum_rows<Token, false>>("sum_rows", context, shape, w);
   });
 }
 

@@ -5,9 +5,6 @@
 // to one slot after the other.
 #include "transports/peer/dispatch.h"
 
-#include <cstdlib>
-#include <cstring>
-
 #include "device/codec_options.cuh"
 #include "device/decode.cuh"
 #include "device/kernel_order.cuh"
@@ -24,22 +21,12 @@ using namespace nvte_ep::device;  // NOLINT
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-#ifndef PEER_DEPTH
-#define PEER_DEPTH 4
-#endif
-#ifndef PEER_BLOCKS
-#define PEER_BLOCKS 4
-#endif
-constexpr int kDepth = PEER_DEPTH;  // chunks of a piece that a lane holds
+constexpr int kDepth = 4;  // chunks of a piece that a lane holds
 constexpr int kPieceChunks = kDepth * kWarp;
 constexpr int kMostPublishBlocks = 1024;
 
 __device__ __forceinline__ uint4 load_once(const void* from) {
-#ifdef PEER_LDCG
-  return __ldcg(static_cast<const uint4*>(from));
-#else
   return __ldcs(static_cast<const uint4*>(from));
-#endif
 }
 __device__ __forceinline__ void store_once(void* to, const uint4& v) { __stcs(static_cast<uint4*>(to), v); }
 
@@ -92,14 +79,13 @@ __global__ void __launch_bounds__(kThreads) publish_rows(const PublishArguments 
   if (a.send_exponents) {
     for (int e = static_cast<int>(threadIdx.x); e < m.num_experts; e += kThreads) largest[e] = 0;
     __syncthreads();
-    for (int64_t t = first + threadIdx.x; t < end; t += kThreads) {
+#pragma unroll 4
+    for (int64_t i = first * m.top_k + threadIdx.x; i < end * m.top_k; i += kThreads) {
+      const int32_t expert = m.kept_experts[i];
+      const float scale = *reinterpret_cast<const float*>(rows + i / m.top_k * stride + a.token_scale_offset);
       int exponent;
-      const float scale = *reinterpret_cast<const float*>(rows + t * stride + a.token_scale_offset);
-      if (Nvfp4::classify(scale, &exponent) != Nvfp4::ScaleKind::kLive) continue;
-      for (int k = 0; k < m.top_k; ++k) {
-        const int32_t expert = m.kept_experts[t * m.top_k + k];
-        if (expert >= 0)
-          atomicMax(&largest[expert], static_cast<uint32_t>(exponent - Nvfp4::kMinExponent + 1));
+      if (expert >= 0 && Nvfp4::classify(scale, &exponent) == Nvfp4::ScaleKind::kLive) {
+        atomicMax(&largest[expert], static_cast<uint32_t>(exponent - Nvfp4::kMinExponent + 1));
       }
     }
     __syncthreads();
@@ -214,35 +200,6 @@ __device__ __forceinline__ void deliver_piece(const DeliverArguments& a, uint32_
   }
 }
 
-template <typename Form>
-__device__ __forceinline__ void deliver_slot(const DeliverArguments& a, uint32_t now, int64_t item) {
-  const RouteMaps& m = a.maps;
-  const int piece = static_cast<int>(item % a.pieces);
-  const int64_t slot = item / a.pieces;
-  if (slot >= m.totals[0] || a.out == nullptr) return;
-  const int64_t source = m.slot_source[slot];
-  const uint8_t* row =
-      source < 0 ? nullptr
-                 : row_of(a.pools, a.rows, static_cast<int32_t>(source >> 32), source & 0xFFFFFFFF, now);
-  const int first = piece * kPieceChunks + lane_id();
-  uint4 v[kDepth];
-#pragma unroll
-  for (int d = 0; d < kDepth; ++d) {
-    if (first + d * kWarp >= a.chunks) continue;
-    v[d] = make_uint4(0, 0, 0, 0);
-    if (row != nullptr) {
-      Form form(a, row);
-      form.fetch(first + d * kWarp);
-      v[d] = form.bytes();
-    }
-  }
-  uint8_t* out = a.out + slot * a.out_stride;
-#pragma unroll
-  for (int d = 0; d < kDepth; ++d) {
-    if (first + d * kWarp < a.chunks) store_once(out + (first + d * kWarp) * int64_t{16}, v[d]);
-  }
-}
-
 // A warp: a slot of padding.
 __device__ __forceinline__ void clear_pad(const DeliverArguments& a, int64_t item) {
   const RouteMaps& m = a.maps;
@@ -311,21 +268,23 @@ __device__ __forceinline__ void make_band(const DeliverArguments& a, uint32_t no
   const int64_t band = tile - first_tile;
   const int64_t first_slot = m.row_offsets[expert] + band * kScaleTileRows;
   const int rows = static_cast<int>(min(m.rows_per_expert[expert] - band * kScaleTileRows, kScaleTileRows));
-  if constexpr (kNvfp4) {
-    if (threadIdx.x == 0) exponent = expert_exponent(a, now, expert, false);
-    __syncthreads();
-  }
-  if (static_cast<int>(threadIdx.x) < rows) {
-    const int64_t source = m.slot_source[first_slot + threadIdx.x];
+  // The exponent by the last warp, the rows by the first four, side by side.
+  const int row_here = static_cast<int>(threadIdx.x);
+  float token_scale = 0.0f;
+  if (row_here < rows) {
+    const int64_t source = m.slot_source[first_slot + row_here];
     const uint8_t* row =
         source < 0 ? nullptr
                    : row_of(a.pools, a.rows, static_cast<int32_t>(source >> 32), source & 0xFFFFFFFF, now);
-    scales_of[threadIdx.x] = row == nullptr ? nullptr : row + o.layout.payload_bytes;
-    if constexpr (kNvfp4) {
-      const float scale =
-          row == nullptr ? 0.0f : *reinterpret_cast<const float*>(row + o.layout.token_scale_offset);
-      rescale[threadIdx.x] = RowRescale(scale, exponent);
+    scales_of[row_here] = row == nullptr ? nullptr : row + o.layout.payload_bytes;
+    if (kNvfp4 && row != nullptr) {
+      token_scale = *reinterpret_cast<const float*>(row + o.layout.token_scale_offset);
     }
+  }
+  if constexpr (kNvfp4) {
+    if (threadIdx.x == kThreads - 1) exponent = expert_exponent(a, now, expert, false);
+    __syncthreads();
+    if (row_here < rows) rescale[row_here] = RowRescale(token_scale, exponent);
   }
   __syncthreads();
   bool misfit = false;
@@ -385,11 +344,25 @@ __device__ void read_gifts(const DeliverArguments& a, uint32_t now, bool* gives)
   }
 }
 
+__global__ void __launch_bounds__(kThreads)
+    find_rows(const Pools pools, const RouteMaps m, const TravellingRows rows, const uint8_t* zero_row,
+              const uint8_t** found) {
+  wait_for_kernel_before();
+  const uint32_t now = *pools.epoch;
+  const int64_t total = m.totals[0];
+  for (int64_t slot = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; slot < total;
+       slot += static_cast<int64_t>(gridDim.x) * kThreads) {
+    const int64_t source = m.slot_source[slot];
+    found[slot] = source < 0
+                      ? zero_row
+                      : row_of(pools, rows, static_cast<int32_t>(source >> 32), source & 0xFFFFFFFF, now);
+  }
+}
+
 struct NoScales {};
 
 template <typename Form, typename Scales>
-__global__ void __launch_bounds__(kThreads, std::is_same_v<Scales, NoScales> ? 4 : PEER_BLOCKS)
-    deliver(const DeliverArguments a) {
+__global__ void __launch_bounds__(kThreads, 4) deliver(const DeliverArguments a) {
   extern __shared__ bool gives[];  // [size], where weights are wanted
   wait_for_kernel_before();
   let_next_kernel_start();
@@ -403,21 +376,16 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<Scales, NoScales> ? 4
     }
   }
   for (int64_t block = blockIdx.x; block < a.blocks; block += gridDim.x) {
-    // Bands lie among the others, so that what waits for memory and what fills it run side by side.
-    const int64_t before = min((block + a.band_distance - 1) / a.band_distance, a.band_blocks);
-    if (block % a.band_distance == 0 && block / a.band_distance < a.band_blocks) {
+    const int64_t item = (block - a.band_blocks) * kWarps + warp_id();
+    if (block < a.band_blocks) {  // first: they wait for memory, and the others fill the time
       if constexpr (!std::is_same_v<Scales, NoScales>) {
-        make_band<Scales>(a, now, before);
+        make_band<Scales>(a, now, block);
         __syncthreads();
       }
-    } else if (block - before < a.copy_blocks) {
-      if (a.by_slot) {
-        deliver_slot<Form>(a, now, (block - before) * kWarps + warp_id());
-      } else {
-        deliver_piece<Form>(a, now, gives, (block - before) * kWarps + warp_id());
-      }
+    } else if (block - a.band_blocks < a.copy_blocks) {
+      deliver_piece<Form>(a, now, gives, item);
     } else {
-      clear_pad(a, (block - before - a.copy_blocks) * kWarps + warp_id());
+      clear_pad(a, item - a.copy_blocks * kWarps);
     }
   }
 }
@@ -429,13 +397,8 @@ Status launch(DeliverArguments a, const LaunchContext& context) {
   a.pieces = a.out == nullptr ? 1 : static_cast<int32_t>((a.chunks + kPieceChunks - 1) / kPieceChunks);
   a.band_blocks = std::is_same_v<Scales, NoScales> || a.operand.scales == nullptr ? 0 : a.operand.bands;
   a.copy_blocks = moves ? (static_cast<int64_t>(m.tokens) * m.size * a.pieces + kWarps - 1) / kWarps : 0;
-  const char* const knob = std::getenv("PEER_KNOB");
-  a.by_slot = knob && std::strchr(knob, 's') && std::is_same_v<Form, SameBytes>;
-  if (a.by_slot) a.copy_blocks = (m.capacity * a.pieces + kWarps - 1) / kWarps;
-  const int64_t pads = moves && !a.by_slot ? m.local_experts() * (m.alignment - 1) : 0;
+  const int64_t pads = moves ? m.local_experts() * (m.alignment - 1) : 0;
   a.blocks = a.band_blocks + a.copy_blocks + (pads + kWarps - 1) / kWarps;
-  a.band_distance = a.band_blocks == 0 ? 1 : std::max<int64_t>(1, a.blocks / a.band_blocks);
-  if (knob && std::strchr(knob, 'f')) a.band_distance = 1;
   LaunchShape shape;
   shape.threads = kThreads;
   shape.blocks = std::max<int64_t>(1, a.blocks);
@@ -475,6 +438,17 @@ Status launch_publish(const PublishArguments& arguments, const LaunchContext& co
   shape.overlaps = true;
   shape.shared_bytes = a.send_exponents ? a.maps.num_experts * 4 : 0;
   return launch_kernel<publish_rows>("publish", context, shape, a);
+}
+
+Status launch_find_rows(const Pools& pools, const RouteMaps& maps, const TravellingRows& rows,
+                        const uint8_t* zero_row, const uint8_t** found, const LaunchContext& context) {
+  LaunchShape shape;
+  shape.threads = kThreads;
+  shape.blocks =
+      std::max<int64_t>(1, std::min<int64_t>((maps.capacity + kThreads - 1) / kThreads, 4 * context.sms));
+  shape.bounded = true;
+  shape.overlaps = true;
+  return launch_kernel<find_rows>("find_rows", context, shape, pools, maps, rows, zero_row, found);
 }
 
 Status launch_deliver(SlotForm form, int32_t format, DType dtype, const DeliverArguments& a,

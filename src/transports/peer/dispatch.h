@@ -84,14 +84,16 @@ struct DeliverArguments {
   // Of the launch
   int32_t pieces;  // that a row is moved in
   int64_t band_blocks, copy_blocks, blocks;
-  int64_t band_distance;  // from a block that makes a band to the next
-  bool by_slot;
 };
 
 enum class SlotForm { kBytes, kDecoded, kOperand };
 // All of out's 16-byte chunks are aligned. format: of the rows; dtype: of decoded slots.
 Status launch_deliver(SlotForm form, int32_t format, DType dtype, const DeliverArguments& arguments,
                       const LaunchContext& context);
+
+// Where the row of each slot lies, in use or not: of padding, zero_row.
+Status launch_find_rows(const Pools& pools, const RouteMaps& maps, const TravellingRows& rows,
+                        const uint8_t* zero_row, const uint8_t** found, const LaunchContext& context);
 
 }  // namespace nvte_ep
 

@@ -99,6 +99,7 @@ __device__ __forceinline__ void meet(const Meeting& m) {
 
 // True in the block of a grid that comes here last; what all others wrote before is visible to it then. Every thread calls.
 __device__ __forceinline__ bool is_last_block(uint32_t* ticket) {
+  if (gridDim.x == 1) return true;
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {

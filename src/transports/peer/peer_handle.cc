@@ -68,6 +68,8 @@ class PeerHandle : public HandleTransport {
                  {pointer(&m.totals), 2 * 8},
                  {pointer(&counters_), kDeviceCounters * 8},
                  {pointer(&told_), kDeviceCounters * 8},
+                 {pointer(&found_rows_), m.capacity * 8},
+                 {pointer(&zero_row_), largest_row()},
                  {pointer(&starts_), chunks * m.size * m.num_experts * 4},
                  {pointer(&totals_), m.num_experts * int64_t{4}}};
     int64_t total = 0;
@@ -78,7 +80,7 @@ class PeerHandle : public HandleTransport {
       *p.pointer = memory_.as<uint8_t>() + at;
       at += round_up(p.bytes, kOperandPartAlignment);
     }
-    NVTE_EP_TRY(recv_rows_.reserve(backend, g.recv_capacity * largest_row()));
+    NVTE_EP_TRY(recv_rows_.reserve(backend, g.recv_capacity * largest_operand_row()));
     NVTE_EP_TRY(report_.allocate(backend));
     member_->add(&report_, settings_.id);
     return Status();
@@ -182,16 +184,24 @@ class PeerHandle : public HandleTransport {
       a.chunks = static_cast<int32_t>(bytes / 16);
       return deliver(as_it_is ? SlotForm::kBytes : SlotForm::kDecoded);
     }
-    // Operands with columns, and gradients times weights: through packed rows in slots.
-    NVTE_EP_TRY(
-        recv_rows_.reserve(member_->backend, slots_ * layout.row_bytes));  // grows in eager groups only
-    a.out = recv_rows_.as<uint8_t>();
-    a.out_stride = layout.row_bytes;
-    a.chunks = static_cast<int32_t>(layout.row_bytes / 16);
-    NVTE_EP_TRY(deliver(SlotForm::kBytes));
-    const RowsView slots =
-        packed_rows(format, recv_rows_.as<void>(), layout.row_bytes, slots_, member_->settings.hidden);
-    return receive_rows(member_->backend, format, slots, routing(), call, stream);
+    if (call.receive == NVTE_EP_RECEIVE_OPERAND) {  // with columns: through packed rows in slots
+      NVTE_EP_TRY(
+          recv_rows_.reserve(member_->backend, slots_ * layout.row_bytes));  // grows in eager groups only
+      a.out = recv_rows_.as<uint8_t>();
+      a.out_stride = layout.row_bytes;
+      a.chunks = static_cast<int32_t>(layout.row_bytes / 16);
+      NVTE_EP_TRY(deliver(SlotForm::kBytes));
+      const RowsView slots = packed_rows(format, a.out, a.out_stride, slots_, member_->settings.hidden);
+      return receive_rows(member_->backend, format, slots, routing(), call, stream);
+    }
+    // Gradients times weights, and tokens at any alignment: from the rows where they are.
+    if (a.out_weights != nullptr) NVTE_EP_TRY(deliver(SlotForm::kBytes));
+    NVTE_EP_TRY(group_->launch(stream, [&](const LaunchContext& c) {
+      return launch_find_rows(group_->pools(), maps_, rows, zero_row_, found_rows_, c);
+    }));
+    RowsView found = packed_rows(format, zero_row_, layout.row_bytes, slots_, member_->settings.hidden);
+    found.anywhere = found_rows_;
+    return receive_rows(member_->backend, format, found, routing(), call, stream);
   }
 
   Status send_rows(const SendRows&, nvte_ep_stream_t) override {
@@ -239,6 +249,17 @@ class PeerHandle : public HandleTransport {
     int64_t bytes = 0;
     for (int32_t format : {settings_.dispatch, settings_.combine_backward}) {
       bytes = std::max(bytes, row_layout(*find_format(format), member_->settings.hidden).row_bytes);
+    }
+    return bytes;
+  }
+
+  // 0: no direction has an operand.
+  int64_t largest_operand_row() const {
+    int64_t bytes = 0;
+    for (int32_t format : {settings_.dispatch, settings_.combine_backward}) {
+      const FormatRow& traits = *find_format(format);
+      if (traits.operand_multiple == 0) continue;
+      bytes = std::max(bytes, row_layout(traits, member_->settings.hidden).row_bytes);
     }
     return bytes;
   }
@@ -368,6 +389,8 @@ class PeerHandle : public HandleTransport {
   const HandleSettings settings_;
   DeviceBuffer memory_, recv_rows_;
   RouteMaps maps_;
+  const uint8_t** found_rows_ = nullptr;
+  uint8_t* zero_row_ = nullptr;
   int32_t* starts_ = nullptr;
   int32_t* totals_ = nullptr;
   int64_t* counters_ = nullptr;  // DeviceCounters on the device
@@ -394,8 +417,14 @@ int64_t peer_handle_bytes(const GroupSettings& g, int32_t size) {
   const int64_t choices = g.max_tokens_per_rank * g.max_top_k;
   const int64_t slots = g.eager() ? most_slots(g, size, g.max_top_k, kScaleTileRows) : g.recv_capacity;
   const int64_t row = row_layout(*find_format(NVTE_EP_FORMAT_BF16), g.hidden).row_bytes;
-  return choices * 4 * (size + 1) + g.max_tokens_per_rank * ((size + 31) / 32) * 4 + slots * 8 + local * 40 +
-         (prepare_chunks(g.max_tokens_per_rank) * size + 1) * g.num_experts * 4 + g.recv_capacity * row;
+  int64_t operand_row = 0;
+  for (int32_t format : {NVTE_EP_FORMAT_MXFP8, NVTE_EP_FORMAT_NVFP4}) {
+    if (g.hidden % find_format(format)->hidden_multiple != 0) continue;
+    operand_row = std::max(operand_row, row_layout(*find_format(format), g.hidden).row_bytes);
+  }
+  return choices * 4 * (size + 1) + g.max_tokens_per_rank * ((size + 31) / 32) * 4 + slots * 16 + row +
+         local * 40 + (prepare_chunks(g.max_tokens_per_rank) * size + 1) * g.num_experts * 4 +
+         g.recv_capacity * operand_row;
 }
 
 }  // namespace nvte_ep

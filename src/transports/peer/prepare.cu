@@ -23,6 +23,7 @@ constexpr int kBlockThreads = kWarp * kWarpsPerBlock;
 constexpr int kScanThreads = 1024;
 constexpr int kLoneThreads = 1024;
 constexpr int kMarkWarps = 4;  // that share the slots of an expert
+constexpr int kLoads = 8;      // in flight together
 
 __host__ __device__ int chunks_of(int64_t tokens) {
   return static_cast<int>((tokens + kChunkTokens - 1) / kChunkTokens);
@@ -47,18 +48,21 @@ __device__ void clean_chunk(const PrepareArguments& a, int chunk, int32_t* choic
   const int lane = lane_id();
   for (int e = lane; e < a.maps.num_experts; e += kWarp) histogram[e] = 0;
   int illegal = 0;
-  for (int i = lane; i < kChunkTokens * top_k; i += kWarp) {
-    const int token = chunk * kChunkTokens + i / top_k;
-    int32_t expert = -1;
-    if (token < a.given_tokens) {
-      const int64_t given = given_index(a, token, i % top_k);
-      if (given < -1 || given >= a.maps.num_experts) {
-        ++illegal;
-      } else {
-        expert = static_cast<int32_t>(given);
-      }
+  for (int first = lane; first < kChunkTokens * top_k; first += kLoads * kWarp) {
+    int64_t given[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int i = first + j * kWarp;
+      const int token = chunk * kChunkTokens + i / top_k;
+      given[j] = i < kChunkTokens * top_k && token < a.given_tokens ? given_index(a, token, i % top_k) : -1;
     }
-    choices[i] = expert;
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int i = first + j * kWarp;
+      const bool legal = given[j] >= -1 && given[j] < a.maps.num_experts;
+      if (!legal) ++illegal;
+      if (i < kChunkTokens * top_k) choices[i] = legal ? static_cast<int32_t>(given[j]) : -1;
+    }
   }
   __syncwarp();
   int repeated = 0;
@@ -119,7 +123,6 @@ __device__ __forceinline__ const int32_t* histogram_of(const PrepareArguments& a
 // A warp takes a stretch of the chunks of 32 experts.
 __global__ void __launch_bounds__(kScanThreads) scan_chunks(const PrepareArguments a) {
   constexpr int kWarps = kScanThreads / kWarp;
-  constexpr int kLoads = 8;  // in flight together
   __shared__ int32_t stretch[kWarps][kWarp];
   const int experts = a.maps.num_experts;
   const int e = static_cast<int>(blockIdx.x) * kWarp + lane_id();
@@ -228,13 +231,23 @@ __device__ __forceinline__ void tell(int64_t* own, const IndexView& theirs, int 
   }
 }
 
-// The host's view of the counters, where they have changed since told: its memory is far away.
-__device__ __forceinline__ void tell_host(const int64_t* counters, int64_t* told, volatile int64_t* report) {
-  if (counters[3] != told[3]) report[3] = told[3] = counters[3];
-  if (counters[2] != told[2]) __threadfence_system();  // what is needed comes before what was dropped
-  for (int i = 0; i < 3; ++i) {
-    if (counters[i] != told[i]) report[i] = told[i] = counters[i];
+// A warp: the counters of this call added to those of all, and what is new to the host, whose memory is far away.
+__device__ __forceinline__ void count_and_tell(const PrepareArguments& a, int64_t dropped, int64_t needed) {
+  const int i = lane_id();
+  if (i >= 4) return;
+  int64_t count = a.counters[i];
+  const int64_t told = a.told[i];
+  if (i == 2) a.counters[2] = count += dropped;
+  if (i == 3) a.counters[3] = count = max(count, needed);
+  volatile int64_t* report = a.report;
+  const bool is_new = count != told;
+  if (is_new) a.told[i] = count;
+  if (is_new && i == 3) {  // what is needed comes before what was dropped
+    report[3] = count;
+    __threadfence_system();
   }
+  __syncwarp(0xF);
+  if (is_new && i < 3) report[i] = count;
 }
 
 // One block: the counts of this rank's experts to whoever reads them.
@@ -261,17 +274,16 @@ __device__ void tell_counts(const PrepareArguments& a, const int32_t* totals, co
     scale_rows += scale_sum;
     dropped += lost_sum;
   }
-  if (threadIdx.x != 0) return;
+  if (warp_id() != 0) return;
   const int last = (m.rank + 1) * local;
   const int64_t needed = s.offset[last] - s.offset[last - local];
+  count_and_tell(a, dropped, needed);
+  if (lane_id() != 0) return;
   const int64_t total = min(needed, m.capacity);
   tell(m.row_offsets, a.row_offsets, local, total);
   tell(m.scale_row_offsets, a.scale_row_offsets, local, scale_rows);
   tell(m.totals, a.total_rows, 0, total);
-  tell(m.totals + 1, IndexView{a.dropped_rows.data, a.dropped_rows.is_int64}, 0, dropped);
-  a.counters[2] += dropped;
-  a.counters[3] = max(a.counters[3], needed);
-  tell_host(a.counters, a.told, a.report);
+  tell(m.totals + 1, a.dropped_rows, 0, dropped);
 }
 
 // ---- assign -------------------------------------------------------------------------------------------------------
@@ -295,10 +307,17 @@ __device__ void assign_chunk(const PrepareArguments& a, const Slabs& s, int chun
     for (int i = lane; i < count / m.top_k * words; i += kWarp) m.holders[first_token * words + i] = 0;
     __syncwarp();
   }
-  int32_t expert = lane < count ? indices[lane] : -1;
+  int32_t loaded[kLoads];
   for (int at = 0; at < count; at += kWarp) {
+    if (at % (kLoads * kWarp) == 0) {
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j)
+        loaded[j] = at + j * kWarp + lane < count ? indices[at + j * kWarp + lane] : -1;
+    }
     const int i = at + lane;
-    const int32_t following = i + kWarp < count ? indices[i + kWarp] : -1;
+    const int32_t expert = loaded[0];
+#pragma unroll
+    for (int j = 0; j + 1 < kLoads; ++j) loaded[j] = loaded[j + 1];
     const unsigned same = __match_any_sync(kAllLanes, expert);
     int32_t slot = -1;
     bool kept = false;
@@ -324,7 +343,6 @@ __device__ void assign_chunk(const PrepareArguments& a, const Slabs& s, int chun
         if (kept) atomicOr(&m.holders[token * m.holder_words() + holder / 32], 1u << (holder % 32));
       }
     }
-    expert = following;
   }
 }
 
@@ -335,13 +353,13 @@ __device__ __forceinline__ const int32_t* indices_of(const PrepareArguments& a, 
 }
 
 // A warp's share of a slab: the padding, and where the caller wants it the expert of all slots.
-__device__ void mark_slab(const PrepareArguments& a, const Slabs& s, int i, int share) {
+__device__ void mark_slab(const PrepareArguments& a, const Slabs& s, int i, int share, int shares) {
   const RouteMaps& m = a.maps;
   const int e = m.rank * m.local_experts() + i;
   const int64_t begin = s.begin[e];
   const int64_t rows = slab_end(m, s, e) - begin;
   for (int64_t row = (a.slot_expert != nullptr ? 0 : s.kept[e] / kWarp * kWarp) + share * kWarp + lane_id();
-       row < rows; row += kMarkWarps * kWarp) {
+       row < rows; row += shares * kWarp) {
     if (a.slot_expert != nullptr) a.slot_expert[begin + row] = i;
     if (row < s.kept[e]) continue;
     m.slot_source[begin + row] = -1;
@@ -368,7 +386,7 @@ __global__ void __launch_bounds__(kBlockThreads) assign_slots(const PrepareArgum
   if (item < chunks) {
     assign_chunk(a, slabs, item, indices_of(a, *a.pools.epoch, item), next);
   } else if (item - chunks < m.local_experts() * kMarkWarps) {
-    mark_slab(a, slabs, (item - chunks) / kMarkWarps, (item - chunks) % kMarkWarps);
+    mark_slab(a, slabs, (item - chunks) / kMarkWarps, (item - chunks) % kMarkWarps, kMarkWarps);
   }
   if (blockIdx.x == gridDim.x - 1) tell_counts(a, a.totals, slabs);
 }
@@ -425,9 +443,7 @@ __global__ void __launch_bounds__(kLoneThreads) prepare_few(const PrepareArgumen
         own >= 0 && own < own_chunks ? choices + own * kChunkTokens * m.top_k : indices_of(a, now, c);
     assign_chunk(a, slabs, c, indices, histograms + c * experts);
   }
-  for (int i = warp_id(); i < m.local_experts() * kMarkWarps; i += warps) {
-    mark_slab(a, slabs, i / kMarkWarps, i % kMarkWarps);
-  }
+  for (int i = warp_id(); i < m.local_experts(); i += warps) mark_slab(a, slabs, i, 0, 1);
   tell_counts(a, totals, slabs);
 }
 
