@@ -241,6 +241,10 @@ class Bench {
 
   void rows_and_back(int32_t format, const std::string& name, const std::string& from, DType dtype,
                      int64_t rows, int64_t hidden) {
+    if (!wanted(name + " pack stochastic" + from) && !wanted(name + " pack" + from) &&
+        !wanted(name + " unpack" + from) && !wanted(name + " quantize" + from)) {
+      return;
+    }
     const RowLayout layout = row_layout(*find_format(format), hidden);
     const double token_bytes = static_cast<double>(rows * hidden * dtype_bytes(dtype));
     const double row_bytes = static_cast<double>(rows * layout.used_bytes());

@@ -10,6 +10,14 @@
 namespace nvte_ep {
 namespace {
 
+RowsView flipped(RowsView view) {
+  const int64_t bytes = flip_of(view);
+  view.payload += bytes;
+  if (view.scales != nullptr) view.scales += bytes;
+  if (view.token_scales != nullptr) view.token_scales += bytes;
+  return view;
+}
+
 struct RowBytes {
   uint8_t* payload;
   uint8_t* scales;

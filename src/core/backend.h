@@ -32,13 +32,9 @@ struct RowsView {
   int64_t flip_bytes = 0;
 };
 
-// Where the rows of a view lie; called where *flip can be read.
-NVTE_EP_HD RowsView flipped(RowsView view) {
-  if (view.flip == nullptr || (*view.flip & 1u) == 0) return view;
-  view.payload += view.flip_bytes;
-  if (view.scales != nullptr) view.scales += view.flip_bytes;
-  if (view.token_scales != nullptr) view.token_scales += view.flip_bytes;
-  return view;
+// How much further on the rows of a view lie; called where *flip can be read.
+NVTE_EP_HD int64_t flip_of(const RowsView& view) {
+  return view.flip == nullptr || (*view.flip & 1u) == 0 ? 0 : view.flip_bytes;
 }
 
 inline RowsView packed_rows(int32_t format, void* base, int64_t row_stride_bytes, int64_t rows,

@@ -32,9 +32,13 @@ struct SecondLevel {
   __device__ __forceinline__ SecondLevel(int k, bool up)
       : sixth(mul_rn(exp2_int(-k), 1.0f / 6.0f)), inverse(exp2_int(-k)), round_up(up) {}
 
-  // amax: NaN if all elements are.
+  // amax: NaN if all elements are; the conversion saturates, but makes a code of NaN that the definition does
+  // not.
   __device__ __forceinline__ uint32_t block_scale(float amax) const {
     return fast_float_to_e4m3(fminf(mul_rn(amax, sixth), kFloatMax), round_up);
+  }
+  __device__ __forceinline__ uint32_t block_scale_of_finite(float amax) const {
+    return fast_float_to_e4m3(mul_rn(amax, sixth), round_up);
   }
   __device__ __forceinline__ float multiplier(uint32_t block_scale) const {
     const float m = mul_rn(reciprocal_of_e4m3(fast_e4m3_to_float(block_scale)), inverse);
@@ -42,8 +46,45 @@ struct SecondLevel {
   }
 };
 
-// amax: the largest magnitude that is not NaN (NaN if all are). finite: there is neither NaN nor infinity
-// among x. random: the 16 bytes of the block's draw, for kStochastic.
+#if defined(NVTE_EP_HARDWARE_E2M1)
+constexpr bool kHardwareE2m1 = true;  // the conversion saturates, and takes NaN for 6
+#else
+constexpr bool kHardwareE2m1 = false;
+#endif
+
+// True where encode_fast takes a block without NaN and infinity: not where its scale came out 0 or was cut
+// off at 448.
+template <bool kStochastic>
+__device__ __forceinline__ bool is_fast(float amax, float multiplier) {
+  return (kHardwareE2m1 && !kStochastic) || mul_rn(amax, multiplier) < kFastLimit;
+}
+
+// Codes of a block under its multiplier and scale. random: the 16 bytes of the block's draw, for kStochastic.
+template <typename Token, bool kStochastic>
+__device__ __forceinline__ uint2 encode_fast(const Block16<Token>& x, float multiplier, uint32_t scale_code,
+                                             const uint32_t* random) {
+  if constexpr (kStochastic && Token::kBytes == 2) {
+    const float scaled = mul_rn(multiplier, kStochasticScale);
+    return make_uint2(encode_halves_stochastic<Token>(x.word, scaled, random),
+                      encode_halves_stochastic<Token>(x.word + 4, scaled, random + 2));
+  } else if constexpr (!kStochastic && !kHardwareE2m1 && std::is_same_v<Token, Bf16Token>) {
+    const float scaled = bf16_multiplier(multiplier, scale_code);
+    return make_uint2(encode_bf16_e2m1x8(x.word, scaled), encode_bf16_e2m1x8(x.word + 4, scaled));
+  } else {
+    float v[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[i] = x.value(i);
+    if constexpr (kStochastic) {
+      return make_uint2(encode_e2m1x8_stochastic(v, multiplier, random),
+                        encode_e2m1x8_stochastic(v + 8, multiplier, random + 2));
+    } else {
+      return make_uint2(encode_e2m1x8(v, multiplier), encode_e2m1x8(v + 8, multiplier));
+    }
+  }
+}
+
+// Any block. amax: the largest magnitude that is not NaN (NaN if all are). finite: there is neither NaN nor
+// infinity among x.
 template <typename Token, bool kStochastic>
 __device__ __forceinline__ uint2 encode_nvfp4_block(const Block16<Token>& x, float amax, bool finite,
                                                     const SecondLevel& second, const uint32_t* random,
@@ -51,39 +92,14 @@ __device__ __forceinline__ uint2 encode_nvfp4_block(const Block16<Token>& x, flo
   const uint32_t b = second.block_scale(amax);
   const float multiplier = second.multiplier(b);
   *scale_code = b;
-  float v[16];
-#if defined(NVTE_EP_HARDWARE_E2M1)
-  constexpr bool kAnyInput = !kStochastic;  // the conversion saturates, and takes NaN for 6
-#else
-  constexpr bool kAnyInput = false;
-#endif
-  if constexpr (kAnyInput) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] = x.value(i);
-    return make_uint2(encode_e2m1x8(v, multiplier), encode_e2m1x8(v + 8, multiplier));
-  } else {
-    // Outside: NaN and infinity; elements whose block scale came out 0 or was cut off at 448.
-    if (finite && mul_rn(amax, multiplier) < kFastLimit) {
-      if constexpr (!kStochastic && std::is_same_v<Token, Bf16Token>) {
-        const float scaled = bf16_multiplier(multiplier, b);
-        return make_uint2(encode_bf16_e2m1x8(x.word, scaled), encode_bf16_e2m1x8(x.word + 4, scaled));
-      } else {
-#pragma unroll
-        for (int i = 0; i < 16; ++i) v[i] = x.value(i);
-        if constexpr (!kStochastic) {
-          return make_uint2(encode_e2m1x8(v, multiplier), encode_e2m1x8(v + 8, multiplier));
-        } else {
-          constexpr bool kFewBits = Token::kBytes == 2;
-          return make_uint2(encode_e2m1x8_stochastic<kFewBits>(v, multiplier, random),
-                            encode_e2m1x8_stochastic<kFewBits>(v + 8, multiplier, random + 2));
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] = x.value(i);
-    return make_uint2(encode_e2m1_any(v, multiplier, kStochastic ? random : nullptr),
-                      encode_e2m1_any(v + 8, multiplier, kStochastic ? random + 2 : nullptr));
+  if ((kHardwareE2m1 && !kStochastic) || (finite && is_fast<kStochastic>(amax, multiplier))) {
+    return encode_fast<Token, kStochastic>(x, multiplier, b, random);
   }
+  float v[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) v[i] = x.value(i);
+  return make_uint2(encode_e2m1_any(v, multiplier, kStochastic ? random : nullptr),
+                    encode_e2m1_any(v + 8, multiplier, kStochastic ? random + 2 : nullptr));
 }
 
 }  // namespace nvte_ep::device

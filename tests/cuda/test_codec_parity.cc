@@ -75,6 +75,64 @@ TEST_F(CodecParity, QuantizeAnyShapeAndData) {
   }
 }
 
+// Where there are many rows, a warp makes a row of its own.
+TEST_F(CodecParity, QuantizeManyRows) {
+  Rng rng(8);
+  const int64_t rows = 1700;
+  for (const int64_t hidden : {int64_t{16}, int64_t{1040}, int64_t{2048}, int64_t{2720}, int64_t{4096},
+                               int64_t{5120}, int64_t{7168}, int64_t{8192}}) {
+    for (const DType dtype : kDTypes) {
+      for (const Data kind : {Data::kGaussian, Data::kWide, Data::kNonFinite}) {
+        for (const bool stochastic : {false, true}) {
+          SCOPED_TRACE(text("hidden ", hidden, " dtype ", dtype_name(dtype), " data ", int(kind),
+                            stochastic ? " stochastic" : ""));
+          Tokens tokens(dtype, rows, hidden, hidden);
+          tokens.set(make_values(kind, rows, hidden, &rng));
+          Options options;
+          options.plain.scale_up = rng() % 2;
+          options.plain.row_id_base = rng();
+          if (stochastic) options.with_rng(static_cast<int64_t>(rng()), static_cast<int64_t>(rng()));
+          Rows out(NVTE_EP_FORMAT_NVFP4, rows, hidden, true);
+          quantize_both(&out, &tokens, options);
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CodecParity, RowsFlipBetweenTwoPlaces) {
+  Rng rng(9);
+  const int64_t rows = 21, hidden = 1056;
+  for (const int32_t format : kFormatIds) {
+    for (const DType dtype : kDTypes) {
+      for (const bool packed : {false, true}) {
+        for (const uint32_t flip : {4u, 5u}) {
+          Tokens tokens(dtype, rows, hidden, hidden);
+          tokens.set(make_values(Data::kGaussian, rows, hidden, &rng));
+          Rows apart(format, rows, hidden, false);
+          quantize_both(&apart, &tokens, Options());
+          // Twice the rows, of which half are written.
+          Rows both(format, 2 * rows, hidden, true);
+          const auto word = Mirror::of(std::vector<uint32_t>{flip});
+          for (const bool cuda : {false, true}) {
+            RowsView view = both.on(cuda);
+            view.rows = rows;
+            view.flip = reinterpret_cast<const uint32_t*>(word->on(cuda));
+            view.flip_bytes = rows * view.payload_stride;
+            Backend* backend = cuda ? cuda_ : host_;
+            ASSERT_TRUE((packed ? backend->quantize(format, tokens.on(cuda), view, CodecOptions(), nullptr)
+                                : backend->assemble(format, apart.on(cuda), view, CodecOptions(), nullptr))
+                            .ok());
+          }
+          ASSERT_CUDA(cudaDeviceSynchronize());
+          ASSERT_TRUE(both.equal()) << "format " << format << " flip " << flip;
+        }
+      }
+    }
+  }
+}
+
 TEST_F(CodecParity, QuantizeTensorScale) {
   Rng rng(2);
   for (const float scale : {1.0f, 0.00390625f, std::ldexp(1.0f, -116), std::ldexp(1.0f, 105), 3.0f, 0.0f,

@@ -183,8 +183,8 @@ __global__ void __launch_bounds__(kRowThreads, 4)
   const int token_alignment = kAligned ? 16 : a.token_alignment;
   const int64_t count = rows_in_use(a.rows.rows, a.options);
   const TensorScale tensor_scale = read_tensor_scale(a.options);
-  const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
-  const int first_chunk = static_cast<int>(threadIdx.x) % threads.threads_per_row;
+  const int row_in_block = threads.row_of(threadIdx.x);
+  const int first_chunk = static_cast<int>(threadIdx.x) - row_in_block * threads.threads_per_row;
   if (row_in_block >= threads.rows_per_block) return;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * threads.rows_per_block + row_in_block; row < count;
        row += static_cast<int64_t>(gridDim.x) * threads.rows_per_block) {

@@ -168,8 +168,8 @@ template <typename Token, bool kMxfp8Partials>
 __global__ void __launch_bounds__(kRowThreads, 4)
     reduce_rows(const ReduceArguments a, const RowThreads threads) {
   using E = Elements<Token>;
-  const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
-  const int first_chunk = static_cast<int>(threadIdx.x) % threads.threads_per_row;
+  const int row_in_block = threads.row_of(threadIdx.x);
+  const int first_chunk = static_cast<int>(threadIdx.x) - row_in_block * threads.threads_per_row;
   if (row_in_block >= threads.rows_per_block) return;
   for (int64_t t = static_cast<int64_t>(blockIdx.x) * threads.rows_per_block + row_in_block; t < a.tokens;
        t += static_cast<int64_t>(gridDim.x) * threads.rows_per_block) {
