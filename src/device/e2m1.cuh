@@ -84,15 +84,20 @@ __device__ __forceinline__ uint32_t encode_e2m1x8(const float* x, float multipli
 // significand of the scale: with 1.875 it comes out a last place above at 1.25, 2.5 and 5, and is rounded up.
 // Nudging the multiplier by 0.9 * 2^-11 does the same to those three and, staying below half of FP16's last
 // place at the others, to no other. tests/cuda goes through all cases.
+constexpr float kHalvesScale = 6.103515625e-5f;  // 2^-14
 __device__ __forceinline__ float bf16_multiplier(float multiplier, uint32_t scale_code) {
-  constexpr float kScale = 6.103515625e-5f;  // 2^-14
   const bool nudge = (scale_code & 7u) == 7u && scale_code > 7u;
-  return mul_rn(multiplier, nudge ? kScale * (1.0f + 0.9f / 2048.0f) : kScale);
+  return mul_rn(multiplier, nudge ? kHalvesScale * (1.0f + 0.9f / 2048.0f) : kHalvesScale);
 }
 // Two products, rounded: in each half the sign in bit 15, the code in bits 11 to 9.
+//
+// Rounding to nearest even adds 255 of 512 parts, and one more where the code is odd. The one is added in
+// FP16: the code's last bit, as a number, times 2^-8 is two parts of codes 1 and 3 and one of code 5; nothing
+// but a tie lies as close to the next code.
 __device__ __forceinline__ uint32_t round_products(float lo, float hi, float scaled_multiplier) {
   const uint32_t z = bits_of(__floats2half2_rn(mul_rn(lo, scaled_multiplier), mul_rn(hi, scaled_multiplier)));
-  return z + 0x00FF00FFu + ((z >> 9) & 0x00010001u);
+  const uint32_t odd = z & 0x82008200u;  // with the sign
+  return bits_of(__hfma2(half2_of(odd), half2_of(0x1C001C00u), half2_of(z))) + 0x00FF00FFu;
 }
 // Elements (0, 2), (4, 6) and (1, 3), (5, 7), rounded, to nibbles.
 __device__ __forceinline__ uint32_t nibbles_of_rounded(uint32_t e02, uint32_t e46, uint32_t e13,
@@ -116,7 +121,6 @@ __device__ __forceinline__ uint32_t encode_bf16_e2m1x8(const uint32_t* x, float 
 // BF16 and FP16 numbers, two at a time in FP16, scaled by 2^-14 as above. FP16 has 512 parts of a step there,
 // so cutting a product down to them (the conversion rounds towards zero) changes no decision, and the random
 // byte, twice, is added to the bits below the code. tests/cuda goes through all numbers.
-constexpr float kStochasticScale = 6.103515625e-5f;  // 2^-14
 __device__ __forceinline__ uint32_t round_products_stochastic(float lo, float hi, float scaled_multiplier,
                                                               uint32_t random_pair) {
   constexpr uint32_t kSix = 0x0E000E00u;

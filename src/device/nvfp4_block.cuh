@@ -52,35 +52,59 @@ constexpr bool kHardwareE2m1 = true;  // the conversion saturates, and takes NaN
 constexpr bool kHardwareE2m1 = false;
 #endif
 
-// True where encode_fast takes a block without NaN and infinity: not where its scale came out 0 or was cut
-// off at 448.
-template <bool kStochastic>
-__device__ __forceinline__ bool is_fast(float amax, float multiplier) {
-  return (kHardwareE2m1 && !kStochastic) || mul_rn(amax, multiplier) < kFastLimit;
+// How encode_fast encodes: two products at a time in FP16, or one by one in FP32 or in hardware.
+template <typename Token, bool kStochastic>
+constexpr bool kInHalves =
+    kStochastic ? Token::kBytes == 2 : !kHardwareE2m1 && std::is_same_v<Token, Bf16Token>;
+
+// A block's multiplier as encode_fast wants it.
+template <typename Token, bool kStochastic>
+__device__ __forceinline__ float prepare_multiplier(float multiplier, uint32_t scale_code) {
+  if constexpr (!kInHalves<Token, kStochastic>) return multiplier;
+  return kStochastic ? mul_rn(multiplier, kHalvesScale) : bf16_multiplier(multiplier, scale_code);
 }
 
-// Codes of a block under its multiplier and scale. random: the 16 bytes of the block's draw, for kStochastic.
+// True where encode_fast takes a block without NaN and infinity: not where its scale came out 0 or was cut
+// off at 448.
 template <typename Token, bool kStochastic>
-__device__ __forceinline__ uint2 encode_fast(const Block16<Token>& x, float multiplier, uint32_t scale_code,
+__device__ __forceinline__ bool is_fast(float amax, float prepared) {
+  constexpr float kScale = kInHalves<Token, kStochastic> ? kHalvesScale : 1.0f;
+  return (kHardwareE2m1 && !kStochastic) || mul_rn(amax, prepared) < kFastLimit * kScale;
+}
+
+// Codes of a block. random: the 16 bytes of the block's draw, for kStochastic.
+template <typename Token, bool kStochastic>
+__device__ __forceinline__ uint2 encode_fast(const Block16<Token>& x, float prepared,
                                              const uint32_t* random) {
-  if constexpr (kStochastic && Token::kBytes == 2) {
-    const float scaled = mul_rn(multiplier, kStochasticScale);
-    return make_uint2(encode_halves_stochastic<Token>(x.word, scaled, random),
-                      encode_halves_stochastic<Token>(x.word + 4, scaled, random + 2));
-  } else if constexpr (!kStochastic && !kHardwareE2m1 && std::is_same_v<Token, Bf16Token>) {
-    const float scaled = bf16_multiplier(multiplier, scale_code);
-    return make_uint2(encode_bf16_e2m1x8(x.word, scaled), encode_bf16_e2m1x8(x.word + 4, scaled));
+  if constexpr (kInHalves<Token, kStochastic>) {
+    if constexpr (kStochastic) {
+      return make_uint2(encode_halves_stochastic<Token>(x.word, prepared, random),
+                        encode_halves_stochastic<Token>(x.word + 4, prepared, random + 2));
+    } else {
+      return make_uint2(encode_bf16_e2m1x8(x.word, prepared), encode_bf16_e2m1x8(x.word + 4, prepared));
+    }
   } else {
     float v[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i] = x.value(i);
     if constexpr (kStochastic) {
-      return make_uint2(encode_e2m1x8_stochastic(v, multiplier, random),
-                        encode_e2m1x8_stochastic(v + 8, multiplier, random + 2));
+      return make_uint2(encode_e2m1x8_stochastic(v, prepared, random),
+                        encode_e2m1x8_stochastic(v + 8, prepared, random + 2));
     } else {
-      return make_uint2(encode_e2m1x8(v, multiplier), encode_e2m1x8(v + 8, multiplier));
+      return make_uint2(encode_e2m1x8(v, prepared), encode_e2m1x8(v + 8, prepared));
     }
   }
+}
+
+// Codes of any numbers, finite or not, under the multiplier itself.
+template <typename Token, bool kStochastic>
+__device__ __forceinline__ uint2 encode_any(const Block16<Token>& x, float multiplier,
+                                            const uint32_t* random) {
+  float v[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) v[i] = x.value(i);
+  return make_uint2(encode_e2m1_any(v, multiplier, kStochastic ? random : nullptr),
+                    encode_e2m1_any(v + 8, multiplier, kStochastic ? random + 2 : nullptr));
 }
 
 // Any block. amax: the largest magnitude that is not NaN (NaN if all are). finite: there is neither NaN nor
@@ -92,14 +116,11 @@ __device__ __forceinline__ uint2 encode_nvfp4_block(const Block16<Token>& x, flo
   const uint32_t b = second.block_scale(amax);
   const float multiplier = second.multiplier(b);
   *scale_code = b;
-  if ((kHardwareE2m1 && !kStochastic) || (finite && is_fast<kStochastic>(amax, multiplier))) {
-    return encode_fast<Token, kStochastic>(x, multiplier, b, random);
+  const float prepared = prepare_multiplier<Token, kStochastic>(multiplier, b);
+  if ((kHardwareE2m1 && !kStochastic) || (finite && is_fast<Token, kStochastic>(amax, prepared))) {
+    return encode_fast<Token, kStochastic>(x, prepared, random);
   }
-  float v[16];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) v[i] = x.value(i);
-  return make_uint2(encode_e2m1_any(v, multiplier, kStochastic ? random : nullptr),
-                    encode_e2m1_any(v + 8, multiplier, kStochastic ? random + 2 : nullptr));
+  return encode_any<Token, kStochastic>(x, multiplier, random);
 }
 
 }  // namespace nvte_ep::device

@@ -11,6 +11,10 @@
 #include "device/memory.cuh"
 #include "formats/mxfp8.h"
 
+#ifndef NVTE_EP_V_RR
+#define NVTE_EP_V_RR 3
+#endif
+
 namespace nvte_ep {
 namespace {
 
@@ -212,7 +216,7 @@ __device__ __forceinline__ void make_scales(const ReceiveArguments& a, int64_t t
 }
 
 template <typename Format>
-__global__ void __launch_bounds__(kThreads, 4) receive_rows(const ReceiveArguments a) {
+__global__ void __launch_bounds__(kThreads, NVTE_EP_V_RR) receive_rows(const ReceiveArguments a) {
   for (int64_t work = blockIdx.x; work < a.blocks; work += gridDim.x) {
     const int64_t band = work / (kCopyBlocks + 1);
     const int member = static_cast<int>(work % (kCopyBlocks + 1));
@@ -269,7 +273,11 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
     first.threads = kThreads;
     NVTE_EP_TRY(launch_kernel<find_exponents>("find_exponents", context, first, a));
   }
-  if (a.tiles) return launch_receive_tiles(format, a, tiles, context);
+  if (a.tiles) {
+    a.blocks = tiles * a.column_groups;
+    return format == NVTE_EP_FORMAT_NVFP4 ? launch_receive_columns_nvfp4(a, context)
+                                          : launch_receive_columns_mxfp8(a, context);
+  }
   LaunchShape second;
   second.threads = kThreads;
   a.blocks = second.blocks = tiles * (kCopyBlocks + 1);

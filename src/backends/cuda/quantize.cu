@@ -206,12 +206,12 @@ __global__ void __maxnreg__((kRowRegisters<Token, kUnits>)) quantize_nvfp4_rows(
         if (first_block + u * block_step >= blocks) break;
         const float amax = bits_float(Block::largest_of(partial[u]));
         const uint32_t b = second.block_scale_of_finite(amax);
-        const float multiplier = second.multiplier(b);
-        if (is_fast<kStochastic>(amax, multiplier)) {
+        const float prepared = prepare_multiplier<Token, kStochastic>(second.multiplier(b), b);
+        if (is_fast<Token, kStochastic>(amax, prepared)) {
           Philox4 random;
           if constexpr (kStochastic) random = row_random(a, row, first_block + u * block_step, seed, offset);
           *reinterpret_cast<uint2*>(payload + u * block_step * 8) =
-              encode_fast<Token, kStochastic>(x[u], multiplier, b, random.word);
+              encode_fast<Token, kStochastic>(x[u], prepared, random.word);
           scales[u * block_step] = static_cast<uint8_t>(b);
         } else {
           left |= 1u << u;
