@@ -11,6 +11,9 @@
 #include "device/memory.cuh"
 #include "formats/mxfp8.h"
 
+#ifndef NVTE_EP_V_ROUNDS
+#define NVTE_EP_V_ROUNDS 16
+#endif
 #ifndef NVTE_EP_V_RR
 #define NVTE_EP_V_RR 3
 #endif
@@ -262,7 +265,7 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
   const int64_t groups =
       !a.tiles ? 1
                : std::max<int64_t>(1, std::min<int64_t>((shape.hidden + kTileColumns - 1) / kTileColumns,
-                                                        16 * context.sms / tiles));
+                                                        NVTE_EP_V_ROUNDS * context.sms / tiles));
   a.group_columns = round_up((shape.hidden + groups - 1) / groups, kTileColumns);
   a.column_groups = static_cast<int>((shape.hidden + a.group_columns - 1) / a.group_columns);
 
