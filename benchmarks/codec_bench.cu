@@ -481,8 +481,8 @@ class Bench {
         return v;
       };
       const auto call = [&](int i) {
-        check(cuda_->swizzle(view(scales[i % sets]->data), IndexView(), 1, tiles[i % sets]->data, inverse,
-                             nullptr));
+        check(cuda_->swizzle(view(scales[i % sets]->data), IndexView(), 1, tiles[i % sets]->data,
+                             round_up(matrix_rows, 128), inverse, nullptr));
       };
       const Timing t = time_calls(call, o_.repeats);
       const int64_t n = std::min<int64_t>(matrix_rows, 1024);
@@ -491,7 +491,7 @@ class Bench {
       std::vector<uint8_t> c = inverse ? std::vector<uint8_t>(a.size()) : std::vector<uint8_t>(b.size());
       TensorView h = view(inverse ? c.data() : a.data());
       h.shape[0] = n;
-      check(host_->swizzle(h, IndexView(), 1, inverse ? b.data() : c.data(), inverse, nullptr));
+      check(host_->swizzle(h, IndexView(), 1, inverse ? b.data() : c.data(), round_up(n, 128), inverse, nullptr));
       record(what, matrix_rows, columns, bytes, bytes, t, c == (inverse ? a : b));
     }
   }

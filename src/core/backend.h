@@ -73,6 +73,12 @@ struct CodecOptions {
 };
 
 // Decoding gradients of weighted slots: row s becomes decoded * weights[s], dots[s] = decoded . expert_out[s].
+//
+// A dot product is summed in FP64 in one order, so that it has the same bits everywhere: lane l of kDotLanes adds the
+// (exact) products of elements 8j to 8j + 7 for j = l, l + kDotLanes, ...; lanes of 32 are folded, upper half onto lower,
+// down to one; the sums of the groups are added first to last.
+constexpr int kDotLanes = 256;
+constexpr int kDotRun = 8;
 struct RowWeighting {
   const float* weights = nullptr;        // [slots]
   const int64_t* slot_source = nullptr;  // [slots], negative: padding, whose results are zero
@@ -182,9 +188,10 @@ class Backend {
   virtual Status direct_receive(int32_t format, const RowsView& rows, const IndexView& rows_per_expert,
                                 const OperandView& operand, const CodecOptions& options,
                                 nvte_ep_stream_t stream) = 0;
-  // scales [R, C] <-> tiles; rows_per_expert.data null: one matrix.
+  // scales [R, C] <-> tiles; rows_per_expert.data null: one matrix. tile_rows: that swizzled has, a multiple of 128; what
+  // slabs would have beyond is left alone on both sides.
   virtual Status swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts,
-                         uint8_t* swizzled, bool inverse, nvte_ep_stream_t stream) = 0;
+                         uint8_t* swizzled, int64_t tile_rows, bool inverse, nvte_ep_stream_t stream) = 0;
 
   virtual Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) = 0;
   virtual Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) = 0;

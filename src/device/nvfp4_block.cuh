@@ -64,8 +64,12 @@ __device__ __forceinline__ float prepare_multiplier(float multiplier, uint32_t s
   return kStochastic ? mul_rn(multiplier, kHalvesScale) : bf16_multiplier(multiplier, scale_code);
 }
 
-// True where encode_fast takes a block without NaN and infinity: not where its scale came out 0 or was cut
-// off at 448.
+// Under larger exponents a prepared multiplier, down to 2^-(k + 23), might not be a normal number, and lose bits that
+// stochastic rounding needs.
+constexpr int kMaxFastExponent = 103;
+
+// True where encode_fast takes a block without NaN and infinity, under an exponent that is not too large: not where its
+// scale came out 0 or was cut off at 448.
 template <typename Token, bool kStochastic>
 __device__ __forceinline__ bool is_fast(float amax, float prepared) {
   constexpr float kScale = kInHalves<Token, kStochastic> ? kHalvesScale : 1.0f;
@@ -117,7 +121,8 @@ __device__ __forceinline__ uint2 encode_nvfp4_block(const Block16<Token>& x, flo
   const float multiplier = second.multiplier(b);
   *scale_code = b;
   const float prepared = prepare_multiplier<Token, kStochastic>(multiplier, b);
-  if ((kHardwareE2m1 && !kStochastic) || (finite && is_fast<Token, kStochastic>(amax, prepared))) {
+  const bool fast = finite && second.inverse >= exp2_int(-kMaxFastExponent);
+  if ((kHardwareE2m1 && !kStochastic) || (fast && is_fast<Token, kStochastic>(amax, prepared))) {
     return encode_fast<Token, kStochastic>(x, prepared, random);
   }
   return encode_any<Token, kStochastic>(x, multiplier, random);

@@ -12,7 +12,7 @@
 #include "formats/mxfp8.h"
 
 #ifndef NVTE_EP_V_ROUNDS
-#define NVTE_EP_V_ROUNDS 16
+#define NVTE_EP_V_ROUNDS 64
 #endif
 #ifndef NVTE_EP_V_RR
 #define NVTE_EP_V_RR 3
@@ -48,6 +48,7 @@ __device__ __forceinline__ uint32_t cluster_max(uint32_t value, uint32_t* exchan
 __global__ void __launch_bounds__(kThreads, 3) find_exponents(const ReceiveArguments a) {
   __shared__ uint32_t exchange[2][kMaxWarps];
   __shared__ uint32_t result[2];
+  let_kernel_after_start();  // which moves rows meanwhile
   cg::cluster_group cluster = cg::this_cluster();
   const int blocks = static_cast<int>(cluster.num_blocks());
   const int rank = static_cast<int>(cluster.block_rank());
@@ -224,6 +225,7 @@ __global__ void __launch_bounds__(kThreads, NVTE_EP_V_RR) receive_rows(const Rec
     const int64_t band = work / (kCopyBlocks + 1);
     const int member = static_cast<int>(work % (kCopyBlocks + 1));
     if (member == kCopyBlocks) {
+      wait_for_kernel_before();  // the exponents are there
       make_scales<Format>(a, band);
     } else if (a.payload != nullptr) {
       copy_payload(a, band * kScaleTileRows + member * kCopyRows);
@@ -262,6 +264,10 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
   a.options = options;
   const int64_t tiles = std::max<int64_t>(1, max_tiles(available, shape.alignment, shape.num_experts));
   // Enough column groups that thread blocks come in many rounds, no more: each has to find its slab.
+#ifdef NVTE_EP_X
+#undef NVTE_EP_V_ROUNDS
+  const int64_t NVTE_EP_V_ROUNDS = getenv("NVTE_X_ROUNDS") ? atoi(getenv("NVTE_X_ROUNDS")) : 64;
+#endif
   const int64_t groups =
       !a.tiles ? 1
                : std::max<int64_t>(1, std::min<int64_t>((shape.hidden + kTileColumns - 1) / kTileColumns,
@@ -285,6 +291,7 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
   second.threads = kThreads;
   a.blocks = second.blocks = tiles * (kCopyBlocks + 1);
   second.bounded = true;
+  second.overlaps = format == NVTE_EP_FORMAT_NVFP4;
   return format == NVTE_EP_FORMAT_NVFP4
              ? launch_kernel<receive_rows<Nvfp4>>("receive_rows", context, second, a)
              : launch_kernel<receive_rows<Mxfp8>>("receive_rows", context, second, a);

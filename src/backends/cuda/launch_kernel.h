@@ -29,6 +29,8 @@ struct LaunchShape {
   int shared_bytes = 0;
   int cluster = 1;
   bool bounded = false;  // a smaller grid does the work too: LaunchContext::max_sms holds
+  bool overlaps =
+      false;  // the kernel calls wait_for_kernel_before(): it may start before that kernel is done
 };
 
 // Registers per thread of a kernel, after allowing it all the shared memory of the device.
@@ -85,12 +87,24 @@ Status launch_kernel(const char* what, const LaunchContext& context, const Launc
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = context.stream;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = shape.cluster > 1 ? 1 : 0;
+  std::array<cudaLaunchAttribute, 2> attributes;
+  config.attrs = attributes.data();
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  }
+#ifdef NVTE_EP_X
+  static const bool no_pdl = getenv("NVTE_X_NOPDL") != nullptr;
+  if (shape.overlaps && !no_pdl) {
+#else
+  if (shape.overlaps) {
+#endif
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
   return cuda_status(cudaLaunchKernelEx(&config, kKernel, arguments...), what);
 }
 

@@ -16,7 +16,7 @@
 #include "formats/mxfp8.h"
 
 #ifndef NVTE_EP_V_WARPS
-#define NVTE_EP_V_WARPS 4
+#define NVTE_EP_V_WARPS 2
 #endif
 #ifndef NVTE_EP_V_MXBLOCKS
 #define NVTE_EP_V_MXBLOCKS (Token::kBytes == 4 && !kAligned ? 3 : 4)
@@ -25,7 +25,7 @@
 #define NVTE_EP_V_MXFLIGHT 2
 #endif
 #ifndef NVTE_EP_V_MANY
-#define NVTE_EP_V_MANY 8
+#define NVTE_EP_V_MANY 4
 #endif
 
 namespace nvte_ep {
@@ -142,7 +142,7 @@ __device__ __forceinline__ Block16<Token> load_block(const uint8_t* from, int al
 // Registers decide how many rows a multiprocessor works on.
 template <typename Token, int kUnits>
 constexpr int kRowRegisters =
-    kUnits * Block16<Token>::kWords <= 32 ? 80 : kUnits * Block16<Token>::kWords + 56;
+    Token::kBytes == 4 ? 72 : (kUnits <= 2 ? 80 : kUnits * Block16<Token>::kWords + 56);
 
 // A row a thread block, or (kLoneWarp) a row a warp; a lane holds kUnits blocks of 16. Tokens at multiples of
 // 16 bytes, payload at multiples of 8.
@@ -196,7 +196,7 @@ __global__ void __maxnreg__((kRowRegisters<Token, kUnits>)) quantize_nvfp4_rows(
     }
     const RowScale scale(tensor_scale, largest, number);
     uint32_t left = ~0u;  // units that the fast functions do not take
-    if (scale.finite && !scale.zero && !scale.illegal) {
+    if (scale.finite && !scale.zero && !scale.illegal && scale.k <= kMaxFastExponent) {
       left = 0;
       const SecondLevel second(scale.k, a.options.scale_up);
       uint8_t* payload = a.payload(row, flip) + first_block * 8;
@@ -454,14 +454,20 @@ Status launch_nvfp4(const QuantizeArguments& a, const LaunchContext& context) {
   if (a.token_alignment >= 16 && a.payload_alignment >= 8) {
     // A row a warp costs the fewest instructions; with few rows, a row a thread block is sooner done.
     const bool many = a.rows.rows >= int64_t{NVTE_EP_V_MANY} * context.sms;
+    const bool few = a.rows.rows <= context.sms;
     if (units <= 2) return launch_nvfp4_rows<Token, kStochastic, 2, true>(a, context);
+    if (few && units <= kMaxWarpsPerRow) return launch_nvfp4_rows<Token, kStochastic, 1, false>(a, context);
     if constexpr (Token::kBytes == 2) {
+#ifndef NVTE_EP_V_FORCE4
       if (many && units <= 4) return launch_nvfp4_rows<Token, kStochastic, 4, true>(a, context);
       if (many && units <= 8) return launch_nvfp4_rows<Token, kStochastic, 8, true>(a, context);
       if (many && units <= 14) return launch_nvfp4_rows<Token, kStochastic, 14, true>(a, context);
+#endif
     }
-    if (!many && units <= kMaxWarpsPerRow) return launch_nvfp4_rows<Token, kStochastic, 1, false>(a, context);
-    if (units <= 2 * kMaxWarpsPerRow) return launch_nvfp4_rows<Token, kStochastic, 2, false>(a, context);
+    constexpr int kUnits = Token::kBytes == 2 ? 4 : 2;
+    if (units <= kUnits * kMaxWarpsPerRow) {
+      return launch_nvfp4_rows<Token, kStochastic, kUnits, false>(a, context);
+    }
   }
   LaunchShape shape;
   shape.bounded = true;

@@ -38,6 +38,7 @@ struct Stage {
   uint16_t units[kScaleColumns * kUnitStride];
   uint8_t slots[kTileThreads / kWarp][kWarpColumns * kSlotStride];
   RowRescale rescale[kBand];
+  float row_units[kBand];               // 16 times the token scale, for the butterflies
   float multipliers[128];               // of every block scale, for results of the tensor cores
   uint8_t exact[kTileThreads / kWarp];  // of 32 tokens and 8 blocks of columns
 };
@@ -52,7 +53,7 @@ constexpr int kSumExponent = -10;
 // less than 2 would make products that are not normal numbers.
 constexpr uint32_t kMaxSpan = 10;
 constexpr uint32_t kLeastUnit = 0x40000000u;  // 2
-constexpr uint32_t kMostUnit = 0x7A000000u;   // 2^117
+constexpr uint32_t kMostUnit = 0x7F000000u;   // 2^127
 // Units as FP32 bits; least: the smallest that is not 0, less one.
 __device__ __forceinline__ bool sums_are_exact(uint32_t most, uint32_t least) {
   return most < kMostUnit && least >= kLeastUnit - 1 &&
@@ -199,9 +200,7 @@ __device__ __forceinline__ void transform_on_tensor_cores(const Stage* stage, co
 }
 
 // Results of one column of 16 tokens by the butterflies of the definition.
-__device__ __noinline__ Block16<Bf16Token> transform_by_butterflies(const Stage* stage,
-                                                                    const uint8_t* token_scale,
-                                                                    int64_t row_stride, int block,
+__device__ __noinline__ Block16<Bf16Token> transform_by_butterflies(const Stage* stage, int block,
                                                                     int column) {
   float value[16], unit[16];
 #pragma unroll
@@ -210,13 +209,27 @@ __device__ __noinline__ Block16<Bf16Token> transform_by_butterflies(const Stage*
     const uint32_t codes = stage->codes[row * kRowStride + column / 2];
     value[i] = fast_e4m3_to_float(e2m1_low_to_e4m3(column % 2 == 0 ? codes : codes >> 4) & 0xFFu);
     // A quarter of the row's token scale times 64: the value's factor 2^-6.
-    const float scale = *reinterpret_cast<const float*>(token_scale + row * row_stride);
-    int k;
-    const bool nan = Nvfp4::classify(scale, &k) == Nvfp4::ScaleKind::kNan;
     unit[i] = mul_rn(fast_e4m3_to_float(stage->scales[row * kScaleColumns + column / kBlock] & 0x7Fu),
-                     nan ? bits_float(kNanBits) : mul_rn(scale, 16.0f));
+                     stage->row_units[row]);
   }
   return hadamard16_of_products(value, unit);
+}
+
+// Codes under the expert's exponent k of numbers times 1 / (first * second), as they are: where a block scale came out 0
+// or was cut off at 448.
+template <bool kStochastic>
+__device__ __noinline__ uint2 encode_true_numbers(Block16<Bf16Token> y, float first, float second, int k,
+                                                  uint32_t scale, Philox4 random) {
+  const float multiplier = SecondLevel(k, false).multiplier(scale);
+  uint2 codes = make_uint2(0, 0);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float v = mul_rn(mul_rn(y.value(i), first), second);
+    const uint32_t bytes = random.word[i / 4] >> (8 * (i % 4));
+    (i < 8 ? codes.x : codes.y) |= encode_e2m1_any<1>(&v, multiplier, kStochastic ? &bytes : nullptr)
+                                   << (i % 8 * 4);
+  }
+  return codes;
 }
 
 // A warp's 32 columns of a band: codes and scales to the slots.
@@ -245,8 +258,7 @@ __device__ __forceinline__ void encode_columns(const ReceiveArguments& a, const 
       const uint4 lo = *reinterpret_cast<const uint4*>(slot), hi = *reinterpret_cast<const uint4*>(slot + 16);
       y = Block16<Bf16Token>{{lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w}};
     } else {
-      y = transform_by_butterflies(stage, a.rows + b.first_row * a.row_stride + a.layout.token_scale_offset,
-                                   a.row_stride, block, warp_id() * kWarpColumns + column);
+      y = transform_by_butterflies(stage, block, warp_id() * kWarpColumns + column);
       second = SecondLevel(c.k, a.options.scale_up);
     }
     const float amax = bits_float(y.largest());
@@ -261,21 +273,14 @@ __device__ __forceinline__ void encode_columns(const ReceiveArguments& a, const 
                                 static_cast<uint64_t>(b.first_row / kBlock + block));
     }
     uint2 codes;
-    if (is_fast<Bf16Token, kStochastic>(amax, prepared) && !c.illegal) {
+    if (is_fast<Bf16Token, kStochastic>(amax, prepared) && (exact || c.k <= kMaxFastExponent) && !c.illegal) {
       codes = encode_fast<Bf16Token, kStochastic>(y, prepared, random.word);
     } else if (is_nan(amax) || c.illegal) {
       codes = make_uint2(kNanCodes, kNanCodes);
       scale = kNanScale;
-    } else {  // a scale of 0, or cut off at 448: codes follow from the numbers as they are
-      const SecondLevel true_second(c.k, a.options.scale_up);
-      float v[16];
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        v[i] = exact ? mul_rn(mul_rn(y.value(i), exp2_int(-kSumExponent)), exp2_int(c.k)) : y.value(i);
-      }
-      const float m = true_second.multiplier(scale);
-      codes = make_uint2(encode_e2m1_any(v, m, kStochastic ? random.word : nullptr),
-                         encode_e2m1_any(v + 8, m, kStochastic ? random.word + 2 : nullptr));
+    } else {
+      codes = encode_true_numbers<kStochastic>(y, exact ? exp2_int(-kSumExponent) : 1.0f,
+                                               exact ? exp2_int(c.k) : 1.0f, c.k, scale, random);
     }
     *reinterpret_cast<uint2*>(slot + kSlotCodes + block * 8) = codes;
     slot[kSlotScales + block] = static_cast<uint8_t>(scale);
@@ -331,7 +336,13 @@ template <bool kStochastic>
 __device__ __forceinline__ void receive_columns(const ReceiveArguments& a, int64_t work, Stage* stage) {
   Band b;
   const int group = static_cast<int>(work % a.column_groups);
-  if (!find_band(a, work, &b)) return;
+  const int64_t group_begin = group * a.group_columns;
+  const int64_t group_end =
+      group_begin + a.group_columns < a.hidden ? group_begin + a.group_columns : a.hidden;
+  const bool there = find_band(a, work, &b);
+  if (there) load_stage(a, b, group_begin, stage);
+  wait_for_kernel_before();  // the exponents are there
+  if (!there) return;
   const uint8_t exponent = a.scales != nullptr ? *a.group_exponent(b.slab, b.band, group) : 0;
   const uint8_t column_exponent = *a.column_exponent(b.slab, b.band, group);
   ColumnScaling c{};
@@ -355,7 +366,11 @@ __device__ __forceinline__ void receive_columns(const ReceiveArguments& a, int64
     } else if (kind == Nvfp4::ScaleKind::kNan) {
       row_unit = bits_float(kNanBits);
     }
-    if (threadIdx.x < kBand) stage->rescale[row] = RowRescale(token_scale, exponent);
+    if (threadIdx.x < kBand) {
+      stage->rescale[row] = RowRescale(token_scale, exponent);
+      stage->row_units[row] =
+          kind == Nvfp4::ScaleKind::kNan ? bits_float(kNanBits) : mul_rn(token_scale, 16.0f);
+    }
   }
   if (threadIdx.x < 128) {
     const SecondLevel second(kSumExponent, false);
@@ -365,12 +380,9 @@ __device__ __forceinline__ void receive_columns(const ReceiveArguments& a, int64
   const HadamardSigns signs;
   bool misfit = false;
 
-  const int64_t group_begin = group * a.group_columns;
-  const int64_t group_end =
-      group_begin + a.group_columns < a.hidden ? group_begin + a.group_columns : a.hidden;
 #pragma unroll 1
   for (int64_t column = group_begin; column < group_end; column += kTileColumns) {
-    load_stage(a, b, column, stage);
+    if (column != group_begin) load_stage(a, b, column, stage);
     __syncthreads();  // the exponents are read too: from here on their places are written
     make_units(stage, row_unit);
     store_scales<Nvfp4>(a, b, column, stage->scales, stage->rescale, &misfit);
@@ -409,6 +421,7 @@ Status launch_receive_columns_nvfp4(const ReceiveArguments& a, const LaunchConte
   LaunchShape shape;
   shape.blocks = a.blocks;
   shape.bounded = true;
+  shape.overlaps = true;
   shape.threads = kTileThreads;
   shape.shared_bytes = static_cast<int>(sizeof(Stage));
   return a.options.stochastic
