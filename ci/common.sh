@@ -24,6 +24,7 @@ declare -A DEBIAN_PROBES=(
   [python3-venv]="python_has_venv"
   [pkg-config]="pkg-config --version"
   [binutils]="readelf --version"
+  [spin]="spin -V"
 )
 
 find_python() {

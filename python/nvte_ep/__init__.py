@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nvte_ep._device_pool import empty_cache
     from nvte_ep.array import Array
     from nvte_ep.codecs import (
         mxfp8_dequantize,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from nvte_ep.formats import FormatInfo, format_info, row_bytes
     from nvte_ep.group import ErrorInfo, Group, GroupInfo, MemoryInfo
     from nvte_ep.handle import Handle, Received, Routing
+    from nvte_ep.job import Job
     from nvte_ep.library import abi_version, build_info, library_path, version
     from nvte_ep.operand import Operand, OperandLayout, Part, operand_layout
 
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
 # Where each public name lives. Names are loaded when they are first used.
 _HOMES = {
+    "_device_pool": ("empty_cache",),
     "array": ("Array",),
     "codecs": (
         "mxfp8_dequantize",
@@ -88,6 +91,7 @@ _HOMES = {
     "formats": ("FormatInfo", "format_info", "row_bytes"),
     "group": ("ErrorInfo", "Group", "GroupInfo", "MemoryInfo"),
     "handle": ("Handle", "Received", "Routing"),
+    "job": ("Job",),
     "library": ("abi_version", "build_info", "library_path", "version"),
     "operand": ("Operand", "OperandLayout", "Part", "operand_layout"),
 }
@@ -106,6 +110,7 @@ __all__ = [
     "Handle",
     "InternalError",
     "InvalidArgumentError",
+    "Job",
     "LibraryNotFoundError",
     "MemoryInfo",
     "NvteEpError",
@@ -124,6 +129,7 @@ __all__ = [
     "__version__",
     "abi_version",
     "build_info",
+    "empty_cache",
     "format_info",
     "library_path",
     "mxfp8_dequantize",

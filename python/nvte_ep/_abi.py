@@ -104,6 +104,10 @@ class SizedStruct(Structure):
 
 
 class Tensor(SizedStruct):
+    owner: Any = (
+        None  # keeps the memory alive; ctypes keeps this object alive in the structs that point to it
+    )
+
     _fields_ = [
         ("struct_size", c_uint32),
         ("flags", c_uint32),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nvte_ep import _abi, _lib, _streams
 from nvte_ep._arguments import boolean, float32, integer, short
@@ -45,6 +46,10 @@ class Call:
             return None
         return view(self.function, name, array, stream=self.stream, as_bytes=as_bytes, uint16_is=uint16_is)
 
+    def _read_made(self, name: str, array: NDArray[Any]) -> View:
+        """One that was made here: nobody but the view holds it."""
+        return view(self.function, name, array, stream=self.stream, lasting=True)
+
     def need(
         self,
         name: str,
@@ -63,7 +68,7 @@ class Call:
     def read_indices(self, name: str, array: Any) -> View | None:
         """Integers; plain Python sequences will do on the host."""
         if isinstance(array, (list, tuple)):
-            array = self._integers(name, array)
+            return self._read_made(name, self._integers(name, array))
         return self.read(name, array)
 
     def _integers(self, name: str, numbers: Any) -> Any:
@@ -83,7 +88,7 @@ class Call:
         if isinstance(value, (int, float, np.integer, np.floating)):
             self._host_only(name, "a number")
             convert = integer if dtype == "int64" else float32
-            value = np.array([convert(self.function, name, value)], dtype=dtype)
+            return self._read_made(name, np.array([convert(self.function, name, value)], dtype=dtype))
         found = self.read(name, value)
         return None if found is None else _at_least_1d(found)
 
@@ -93,7 +98,8 @@ class Call:
             self._host_only("rng_state", "a pair of numbers")
             if len(value) != 2:
                 raise invalid(self.function, "rng_state", "(seed, offset)", repr(value))
-            value = np.array([_int64_bits(self.function, part) for part in value], dtype=np.int64)
+            bits = [_int64_bits(self.function, part) for part in value]
+            return self._read_made("rng_state", np.array(bits, dtype=np.int64))
         return self.read("rng_state", value)
 
     def write(
@@ -170,12 +176,14 @@ def storage_name(text: str) -> str | None:
 
 
 def _at_least_1d(found: View) -> View:
-    if not found.shape:
-        found.tensor.ndim = 1
-        found.tensor.shape[0] = 1
-        found.tensor.strides[0] = 1
-        found.shape = (1,)
-    return found
+    if found.shape:
+        return found
+    tensor = _abi.Tensor.from_buffer_copy(found.tensor)  # the view may be used again
+    tensor.owner = found.tensor.owner
+    tensor.ndim = 1
+    tensor.shape[0] = 1
+    tensor.strides[0] = 1
+    return View(tensor, found.dtype, (1,), found.device, found.read_only)
 
 
 def _int64_bits(function: str, value: Any) -> int:

@@ -40,6 +40,10 @@ def current_device() -> int:
     return int(_check("cudaGetDevice", runtime().cudaGetDevice()))
 
 
+def device_count() -> int:
+    return int(_check("cudaGetDeviceCount", runtime().cudaGetDeviceCount()))
+
+
 @contextlib.contextmanager
 def use_device(device_id: int) -> Iterator[None]:
     before = current_device()
@@ -67,15 +71,24 @@ def _relaxed_capture() -> Iterator[None]:
         exchange(before)
 
 
+def total_memory(device_id: int) -> int:
+    with use_device(device_id):
+        code, _, total = runtime().cudaMemGetInfo()
+    _check("cudaMemGetInfo", (code,))
+    return int(total)
+
+
 def malloc(nbytes: int, device_id: int) -> int:
     with use_device(device_id), _relaxed_capture():
         return int(_check("cudaMalloc", runtime().cudaMalloc(max(nbytes, 1))))
 
 
-def free(pointer: int, device_id: int) -> None:
-    """Waits for the device, so that no stream still uses the memory. Never raises: it runs in finalizers."""
+def free(pointer: int, device_id: int) -> bool:
+    """Waits for the device, so that no stream still uses the memory; allowed while a graph is captured. Never
+    raises; False where it failed."""
     with contextlib.suppress(Exception), use_device(device_id), _relaxed_capture():
-        runtime().cudaFree(pointer)
+        return int(runtime().cudaFree(pointer)[0]) == 0
+    return False
 
 
 def _is_capturing(stream: int) -> bool:

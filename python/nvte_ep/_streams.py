@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from nvte_ep import _torch_tensor
 from nvte_ep._dtypes import CUDA_TYPE, Device
 from nvte_ep.errors import invalid
 
@@ -74,6 +75,10 @@ def current(device: Device, arrays: Iterable[Any]) -> int:
     if device[0] != CUDA_TYPE:
         return 0
     owners = [type(array) for array in arrays if array is not None]
+    if owners and _torch_tensor.is_plain(owners[0]):  # the same answer as below, sooner
+        stream = _torch_tensor.raw_stream(device[1])
+        if stream is not None:
+            return stream
     for owner in owners:
         stream = exchange_api_stream(owner, device)
         if stream is not None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nvte_ep import _cuda
+from nvte_ep import _cuda, _device_pool
 from nvte_ep._arguments import integer
 from nvte_ep._dtypes import BY_NAME, CPU, CUDA_TYPE, Device, DType, device_name, dtype_name, parse_device
 from nvte_ep._streams import NO_STREAM
@@ -99,28 +99,41 @@ def _host_bytes(nbytes: int) -> NDArray[Any]:
 
 
 def _device_bytes(nbytes: int, device_id: int) -> NDArray[Any]:
-    pointer = _cuda.malloc(nbytes, device_id)
+    pool = _device_pool.pool(device_id)
+    pointer = pool.take(nbytes)
     memory = Memory(pointer, nbytes)
-    finalizer = weakref.finalize(memory, _cuda.free, pointer, device_id)
+    finalizer = weakref.finalize(memory, pool.give, pointer, nbytes)
     finalizer.atexit = False  # a consumer may still use it then, and the driver takes everything back
     return np.asarray(memory)
 
 
-def _element_type(function: str, dtype: Any) -> DType:
+def element_type(function: str, dtype: Any) -> DType:
     name = dtype_name(dtype)
     if name not in BY_NAME:
         raise invalid(function, "dtype", "one of " + ", ".join(BY_NAME), repr(dtype))
     return BY_NAME[name]
 
 
+class LastWrite:
+    """The stream of the last write to a piece of memory, for all arrays over it.
+
+    A write waits for the one before it, so the last stands for all.
+    """
+
+    __slots__ = ("stream",)
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
+
+
 class Array:
     """A dense array in host or CUDA memory. Exports DLPack, and on the host the NumPy protocol."""
 
-    __slots__ = ("__weakref__", "_borrowed", "_data", "_stream", "device", "element_type")
+    __slots__ = ("__weakref__", "_borrowed", "_data", "_write", "device", "element_type")
 
     _data: NDArray[Any]
     _borrowed: Memory | None
-    _stream: int
+    _write: LastWrite
     device: Device
     element_type: DType
 
@@ -129,7 +142,7 @@ class Array:
         array: NDArray[Any],
         element_type: DType,
         device: Device,
-        stream: int = 0,
+        write: LastWrite | None = None,
         borrowed: Memory | None = None,
     ) -> None:
         """For this package: see empty()."""
@@ -137,18 +150,18 @@ class Array:
         self._borrowed = borrowed
         self.element_type = element_type
         self.device = device
-        self._stream = stream
+        self._write = write or LastWrite(0)
 
     @classmethod
     def empty(cls, shape: int | tuple[int, ...], dtype: Any = "uint8", device: Any = CPU) -> Array:
         """An uninitialised array, aligned to 256 bytes."""
-        element_type = _element_type("Array.empty", dtype)
+        kind = element_type("Array.empty", dtype)
         where = parse_device("Array.empty", device)
         parts = shape if isinstance(shape, (tuple, list)) else (shape,)
         sizes = tuple(integer("Array.empty", "shape", part) for part in parts)
         if any(size < 0 for size in sizes):
             raise invalid("Array.empty", "shape", "no negative size", str(sizes))
-        storage = np.dtype(element_type.storage)
+        storage = np.dtype(kind.storage)
         nbytes = math.prod(sizes) * storage.itemsize
         try:
             memory = _device_bytes(nbytes, where[1]) if where[0] == CUDA_TYPE else _host_bytes(nbytes)
@@ -156,13 +169,13 @@ class Array:
             if isinstance(error, OutOfMemoryError):
                 raise
             raise OutOfMemoryError(Status.OUT_OF_MEMORY, f"Array.empty: {nbytes} bytes: {error}") from error
-        return cls(memory.view(storage).reshape(sizes), element_type, where)
+        return cls(memory.view(storage).reshape(sizes), kind, where)
 
     @classmethod
     def borrow(cls, pointer: int, nbytes: int, device: Device, owner: Any, stream: int = 0) -> Array:
         """Bytes that belong to `owner`, which lives as long as any array made from them."""
         memory = Memory(pointer, nbytes, owner)
-        return cls(np.asarray(memory), BY_NAME["uint8"], device, stream, memory)
+        return cls(np.asarray(memory), BY_NAME["uint8"], device, LastWrite(stream), memory)
 
     @property
     def _array(self) -> NDArray[Any]:
@@ -212,7 +225,7 @@ class Array:
         return f"Array(shape={self._data.shape}, dtype={self.dtype}, device={device_name(self.device)})"
 
     def _same(self, array: NDArray[Any], element_type: DType | None = None) -> Array:
-        return Array(array, element_type or self.element_type, self.device, self._stream, self._borrowed)
+        return Array(array, element_type or self.element_type, self.device, self._write, self._borrowed)
 
     def __getitem__(self, key: Any) -> Array:
         """Basic indexing: a view of the same memory."""
@@ -222,6 +235,10 @@ class Array:
         # The Ellipsis makes NumPy return a view, never a scalar, which it would have to read.
         return self._same(self._array[keys if Ellipsis in keys else (*keys, Ellipsis)])
 
+    def part(self, offset: int, nbytes: int, element_type: DType) -> Array:
+        """For this package: bytes of a uint8 array of one dimension as elements of a type."""
+        return self._same(self._array[offset : offset + nbytes].view(element_type.storage), element_type)
+
     def reshape(self, *shape: int) -> Array:
         """The same memory in another shape."""
         if not self._array.flags.c_contiguous:  # NumPy would copy
@@ -230,17 +247,17 @@ class Array:
 
     def view(self, dtype: Any) -> Array:
         """The same memory as another element type."""
-        element_type = _element_type("Array.view", dtype)
-        return self._same(self._array.view(element_type.storage), element_type)
+        kind = element_type("Array.view", dtype)
+        return self._same(self._array.view(kind.storage), kind)
 
     def wait_on(self, stream: int) -> None:
         """Makes `stream` wait for what was last written here."""
         self.check()
         if self.device[0] == CUDA_TYPE and stream != NO_STREAM:
-            _cuda.order(self.device[1], self._stream, stream)
+            _cuda.order(self.device[1], self._write.stream, stream)
 
     def written_on(self, stream: int) -> None:
-        self._stream = stream
+        self._write.stream = stream
 
     def numpy(self) -> NDArray[Any]:
         """As a NumPy array: on the host the same memory, from a device a copy. bfloat16 and the FP8 types are
@@ -250,7 +267,9 @@ class Array:
             if not array.flags.c_contiguous:
                 raise UnsupportedError(Status.UNSUPPORTED, "Array.numpy: a copy needs a dense array")
             copy = np.empty(array.shape, array.dtype)
-            _cuda.copy_to_host(copy.ctypes.data, self.pointer, array.nbytes, self.device[1], self._stream)
+            _cuda.copy_to_host(
+                copy.ctypes.data, self.pointer, array.nbytes, self.device[1], self._write.stream
+            )
             array = copy
         if self.dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"):
             try:
@@ -283,7 +302,7 @@ class Array:
             "strides": self._array.strides,
             "typestr": self._array.dtype.str,
             "version": 3,
-            "stream": self._stream or 1,
+            "stream": self._write.stream or 1,
         }
 
     def __dlpack_device__(self) -> Device:

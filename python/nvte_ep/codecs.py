@@ -34,6 +34,9 @@ __all__ = [
 ]
 
 
+_DEFAULTS = ("nearest", "propagate", "nearest", "l1", 0, 0, None, None, None, None, None)
+
+
 def _options(
     call: Call,
     *,
@@ -50,6 +53,12 @@ def _options(
     findings: Any = None,
 ) -> Any:
     name = call.function
+    given = (
+        rounding, nonfinite, scale_rounding, column_bound, row_id_base, rank, rng_state, tensor_scale,
+        row_count, fixed_expert_scale, findings,
+    )  # fmt: skip
+    if all(value is default for value, default in zip(given, _DEFAULTS, strict=True)):
+        return None  # all of them defaults
     return _abi.CodecOptions(
         rounding=_lib.enum(name, "rounding", "NVTE_EP_ROUNDING_", rounding),
         nonfinite=_lib.enum(name, "nonfinite", "NVTE_EP_NONFINITE_", nonfinite),

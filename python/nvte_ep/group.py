@@ -91,7 +91,7 @@ class _GroupState:
         self.callback_error: BaseException | None = None
 
     def bury_handles(self) -> None:
-        while True:
+        while self.dead_handles:
             try:
                 handle = self.dead_handles.popleft()
             except IndexError:

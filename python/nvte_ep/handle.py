@@ -12,7 +12,7 @@ from nvte_ep import _abi, _lib
 from nvte_ep._call import Call, boolean, float_type, integer, pointer, storage_name
 from nvte_ep._dlpack import View
 from nvte_ep._dtypes import device_name, dtype_name
-from nvte_ep.array import Array
+from nvte_ep.array import Array, element_type
 from nvte_ep.communicator import Owned
 from nvte_ep.errors import BadStateError, NvteEpError, Status, invalid
 from nvte_ep.formats import lookup, row_bytes
@@ -56,6 +56,14 @@ _OFFSETS = ("row_offsets", "scale_row_offsets")
 _TOTALS = ("total_rows", "dropped_rows")
 _SLOTS = ("slot_source", "slot_expert")
 _ROUTING = _COUNTS + _OFFSETS + _TOTALS + _SLOTS
+
+
+_PACKING = {
+    "rounding": "nearest",
+    "nonfinite": "propagate",
+    "scale_rounding": "nearest",
+    "column_bound": "l1",
+}
 
 
 class Handle:
@@ -163,15 +171,12 @@ class Handle:
         sizes["slot_source"] = sizes["slot_expert"] = slots
         types |= {"slot_source": "int64", "slot_expert": "int32"}
         memory = Array.empty((8 * sum(sizes.values()),), "uint8", self.group.device)
-        arrays: dict[str, Array] = {}
+        routing = Routing()
         offset = 0
         for name, size in sizes.items():
-            nbytes = size * (4 if types[name] == "int32" else 8)
-            arrays[name] = memory[offset : offset + nbytes].view(types[name])
+            kind = element_type("nvte_ep_handle_prepare", types[name])
+            setattr(routing, name, memory.part(offset, size * kind.bits // 8, kind))
             offset += size * 8  # keeps every array aligned
-        routing = Routing()
-        for name, array in arrays.items():
-            setattr(routing, name, array)
         return routing
 
     def _most_slots(self, num_tokens: int) -> int:
@@ -419,7 +424,8 @@ class Handle:
             findings=pointer(call.write_findings(findings)),
         )
         for option, name in packing.items():
-            setattr(arguments, option, _lib.enum(function, option, f"NVTE_EP_{option.upper()}_", name))
+            if name != _PACKING[option]:  # zero is default
+                setattr(arguments, option, _lib.enum(function, option, f"NVTE_EP_{option.upper()}_", name))
         if isinstance(tokens, (tuple, list)):
             if not 2 <= len(tokens) <= 3:
                 raise invalid(

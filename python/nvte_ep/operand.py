@@ -133,7 +133,7 @@ class Operand:
         if buffer is None:
             buffer = Array.empty(self.layout.total_bytes, "uint8", device)
         self.buffer = buffer
-        found = view(function, "buffer", buffer, stream=NO_STREAM, writable=True, as_bytes=True)
+        found = view(function, "buffer", buffer, stream=NO_STREAM, writable=True, as_bytes=True, lasting=True)
         self.struct = _abi.Operand()
         _lib.call(function, ctypes.byref(config), ctypes.byref(found.tensor), ctypes.byref(self.struct))
         self.bytes = _bytes(buffer, found)
@@ -165,4 +165,4 @@ def _bytes(buffer: Any, found: View) -> Array:
     """The buffer as an Array; arrays cut from a caller's buffer keep it alive."""
     if isinstance(buffer, Array):
         return buffer
-    return Array.borrow(found.tensor.data or 0, found.shape[0], found.device, found.owner)
+    return Array.borrow(found.tensor.data or 0, found.shape[0], found.device, found.tensor.owner)

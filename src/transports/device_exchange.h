@@ -6,14 +6,9 @@
 #include <vector>
 
 #include "core/transport.h"
+#include "transports/device_group.h"
 
 namespace nvte_ep {
-
-// A value on which the ranks must agree.
-struct Agreed {
-  const char* name;
-  int64_t value;
-};
 
 // How many items go to each rank and come from each.
 struct ItemCounts {
@@ -30,10 +25,8 @@ struct ItemCounts {
 
 // One rank's end of the exchanges of a group. Steps of a group follow each other on its stream, on all ranks alike. Nothing
 // waits on the host but agree and wait.
-class DeviceExchange {
+class DeviceExchange : public DeviceRanks {
  public:
-  virtual ~DeviceExchange() = default;
-
   // Whether the exchange of each step moves listed items only (counts known to the host), or every token's.
   virtual bool exact_counts() const = 0;
 
@@ -55,15 +48,8 @@ class DeviceExchange {
   virtual Status give_back(const void* items, int64_t tokens, int64_t item_bytes, const ItemCounts* counts,
                            RankArrays* received, nvte_ep_stream_t stream) = 0;
 
-  // Every rank's values to every rank's host; INVALID_ARGUMENT on all of them where they differ. Waits.
-  virtual Status agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream) = 0;
   // Waits for the stream, the time-out at most.
   virtual Status wait(const char* step, nvte_ep_stream_t stream) = 0;
-
-  // The failure that ended the group, or OK; *rank is the one that caused it, -1 unknown. Never blocks.
-  virtual Status failure(int32_t* rank) = 0;
-  virtual void abort(const std::string& message) = 0;
-  virtual void close() = 0;
 };
 
 // The group of a device transport over its exchange. name as in nvte_ep_group_info.

@@ -1,47 +1,18 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
 #include "transports/device_buffer.h"
 #include "transports/device_exchange.h"
+#include "transports/device_group.h"
 
 // The routing and the steps of every transport of device memory: clean, exchange, route; share rows, gather them into slots;
 // sum slots by source, give them back, sum the ranks. How items travel is the exchange's part.
 namespace nvte_ep {
 namespace {
-
-class DeviceHandle;
-
-// What the group and its handles share on one rank.
-struct Member {
-  std::unique_ptr<DeviceExchange> exchange;
-  GroupSettings settings;
-  Backend* backend = nullptr;
-  int32_t rank = 0;
-  int32_t size = 0;
-  std::mutex handles_mutex;
-  std::vector<DeviceHandle*> handles;
-
-  int32_t local_experts() const { return settings.num_experts / size; }
-  Status check_alive() const {
-    int32_t rank_ignored;
-    return exchange->failure(&rank_ignored);
-  }
-};
-
-// What a handle's kernels tell the host, at any time: sums over all calls.
-struct Report {
-  int64_t out_of_range;
-  int64_t duplicates;
-  int64_t dropped_rows;
-  int64_t needed_rows;  // the largest need
-};
-constexpr int64_t kReportWords = 4;
 
 // How rows travel in one routing, and how received ones are found. The same items come back in combine, the other way.
 struct Plan {
@@ -57,16 +28,10 @@ struct Plan {
 
 class DeviceHandle : public HandleTransport {
  public:
-  DeviceHandle(std::shared_ptr<Member> member, const HandleSettings& settings)
-      : member_(std::move(member)), settings_(settings) {}
-  ~DeviceHandle() override {
-    {
-      const std::lock_guard<std::mutex> lock(member_->handles_mutex);
-      auto& all = member_->handles;
-      all.erase(std::remove(all.begin(), all.end(), this), all.end());
-    }
-    if (report_ != nullptr) member_->backend->release_shared(report_);
-  }
+  DeviceHandle(std::shared_ptr<DeviceMember> member, std::shared_ptr<DeviceExchange> exchange,
+               const HandleSettings& settings)
+      : member_(std::move(member)), exchange_(std::move(exchange)), settings_(settings) {}
+  ~DeviceHandle() override { member_->remove(&report_); }
 
   Status allocate() {
     const GroupSettings& g = member_->settings;
@@ -97,7 +62,7 @@ class DeviceHandle : public HandleTransport {
                  {pointer(&r.row_offsets), (experts + 1) * 8},
                  {pointer(&r.scale_row_offsets), (experts + 1) * 8},
                  {pointer(&r.totals), 3 * 8},
-                 {pointer(&counters_), kReportWords * 8},
+                 {pointer(&counters_), kDeviceCounters * 8},
                  {pointer(&r.slot_source), slots * 8},
                  {pointer(&r.slot_k), slots * 4},
                  {pointer(&r.slot_expert), slots * 4},
@@ -115,11 +80,8 @@ class DeviceHandle : public HandleTransport {
     }
     r.indices = all_;
     r.history = counters_ + 2;
-    void* shared = nullptr;
-    NVTE_EP_TRY(backend->allocate_shared(kReportWords * 8, &shared));
-    report_ = static_cast<int64_t*>(shared);
-    const std::lock_guard<std::mutex> lock(member_->handles_mutex);
-    member_->handles.push_back(this);
+    NVTE_EP_TRY(report_.allocate(backend));
+    member_->add(&report_, settings_.id);
     return Status();
   }
 
@@ -136,22 +98,14 @@ class DeviceHandle : public HandleTransport {
     }
     prepared_ = false;
     if (!agreed_) {
-      NVTE_EP_TRY(member_->exchange->agree("prepare",
-                                           {{"handle (the n-th of the group)", settings_.id},
-                                            {"top_k", settings_.top_k},
-                                            {"alignment", settings_.alignment},
-                                            {"dispatch", settings_.dispatch},
-                                            {"combine", settings_.combine},
-                                            {"dispatch_backward", settings_.dispatch_backward},
-                                            {"combine_backward", settings_.combine_backward}},
-                                           stream));
+      NVTE_EP_TRY(member_->agree_on_handle(settings_, stream));
       agreed_ = true;
     }
     tokens_ = call.topk_idx.rows();
     const int64_t choices = route_.tokens * settings_.top_k;
     NVTE_EP_TRY(
         backend->clean_indices(call.topk_idx, route_.num_experts, route_.tokens, clean_, counters_, stream));
-    NVTE_EP_TRY(member_->exchange->gather(clean_, all_, choices * 4, stream));
+    NVTE_EP_TRY(exchange_->gather(clean_, all_, choices * 4, stream));
     NVTE_EP_TRY(backend->route(route_, stream));
     NVTE_EP_TRY(backend->write_index(shared_report(), counters_, stream));
     NVTE_EP_TRY(member_->settings.eager() ? plan_eager(stream) : plan_fixed());
@@ -175,7 +129,7 @@ class DeviceHandle : public HandleTransport {
     *memory = nullptr;
     NVTE_EP_TRY(member_->check_alive());
     if (plan_.send_tokens != nullptr) return Status();  // listed items are gathered from anywhere
-    return member_->exchange->outbox(outbox_need(largest_row()), memory, stream);
+    return exchange_->outbox(outbox_need(largest_row()), memory, stream);
   }
 
   Status send_rows(const SendRows& call, nvte_ep_stream_t stream) override {
@@ -213,7 +167,7 @@ class DeviceHandle : public HandleTransport {
     const int64_t row_bytes = hidden * dtype_bytes(call.slots.dtype);
     const int64_t partial_rows = plan_.rows.received();
     void* partials = nullptr;
-    NVTE_EP_TRY(member_->exchange->outbox(outbox_need(row_bytes), &partials, stream));
+    NVTE_EP_TRY(exchange_->outbox(outbox_need(row_bytes), &partials, stream));
 
     // One partial row for each row that came, in the order in which they came.
     ReduceRows reduce{};
@@ -239,7 +193,7 @@ class DeviceHandle : public HandleTransport {
 
     // The gradients of the weights travel in every dispatch backward, as the weights did.
     const int64_t bytes = int64_t{settings_.top_k} * 4;
-    NVTE_EP_TRY(member_->exchange->outbox(outbox_need(bytes), &partials, stream));
+    NVTE_EP_TRY(exchange_->outbox(outbox_need(bytes), &partials, stream));
     if (call.slot_scalars != nullptr) {
       RankArrays values;
       values.block = call.slot_scalars;
@@ -256,32 +210,9 @@ class DeviceHandle : public HandleTransport {
     return backend->gather_scalars(settings_.top_k, plan_.choices, values, call.scalars, stream);
   }
 
-  // What is new since the last time.
-  Finding next_finding(bool report_overflow) {
-    const volatile int64_t* now = report_;
-    const Report seen = seen_;
-    seen_ = Report{now[0], now[1], now[2], now[3]};
-    Finding finding;
-    finding.rank = member_->rank;
-    finding.handle_id = settings_.id;
-    finding.count = seen_.out_of_range + seen_.duplicates - seen.out_of_range - seen.duplicates;
-    if (finding.count > 0) {
-      seen_.dropped_rows = seen.dropped_rows;  // one at a time
-      finding.status = NVTE_EP_STATUS_INVALID_ARGUMENT;
-      return finding;
-    }
-    finding.count = seen_.dropped_rows - seen.dropped_rows;
-    if (finding.count > 0 && report_overflow) {
-      finding.status = NVTE_EP_STATUS_OVERFLOW;
-      finding.needed_rows = seen_.needed_rows;
-      return finding;
-    }
-    return Finding();
-  }
-
  private:
   TensorView shared_report() const {
-    return TensorView{report_, DType::kInt64, member_->settings.device, 1, {kReportWords, 1}, 1};
+    return TensorView{report_.memory(), DType::kInt64, member_->settings.device, 1, {kDeviceCounters, 1}, 1};
   }
 
   int64_t largest_row() const {
@@ -306,7 +237,7 @@ class DeviceHandle : public HandleTransport {
   Status travel(const void* items, int64_t stride, int64_t readable, int64_t bytes, RankArrays* received,
                 nvte_ep_stream_t stream) {
     Backend* backend = member_->backend;
-    DeviceExchange& exchange = *member_->exchange;
+    DeviceExchange& exchange = *exchange_;
     void* outbox = nullptr;
     NVTE_EP_TRY(exchange.outbox(outbox_need(bytes), &outbox, stream));
     const bool usable = readable >= route_.tokens && stride == bytes && exchange.may_read_elsewhere();
@@ -332,7 +263,7 @@ class DeviceHandle : public HandleTransport {
 
   Status give_back(const void* items, int64_t bytes, RankArrays* received, nvte_ep_stream_t stream) {
     const ItemCounts counts = plan_.rows.back();
-    return member_->exchange->give_back(items, route_.tokens, bytes, listed(counts), received, stream);
+    return exchange_->give_back(items, route_.tokens, bytes, listed(counts), received, stream);
   }
 
   Status plan_fixed() {
@@ -349,12 +280,12 @@ class DeviceHandle : public HandleTransport {
 
   // Eager: the host learns the number of slots, and where the exchange can use it, what exactly has to travel.
   Status plan_eager(nvte_ep_stream_t stream) {
-    NVTE_EP_TRY(member_->exchange->wait("prepare", stream));
+    NVTE_EP_TRY(exchange_->wait("prepare", stream));
     NVTE_EP_TRY(plan_fixed());
     int64_t totals[3];
     NVTE_EP_TRY(member_->backend->download(totals, route_.totals, sizeof(totals), stream));
     slots_ = totals[0];
-    return member_->exchange->exact_counts() ? plan_exact(stream) : Status();
+    return exchange_->exact_counts() ? plan_exact(stream) : Status();
   }
 
   // The host reads the routing and lists what has to travel.
@@ -460,101 +391,21 @@ class DeviceHandle : public HandleTransport {
     return Status();
   }
 
-  std::shared_ptr<Member> member_;
-  HandleSettings settings_;
+  const std::shared_ptr<DeviceMember> member_;
+  const std::shared_ptr<DeviceExchange> exchange_;
+  const HandleSettings settings_;
   DeviceBuffer memory_;
   DeviceBuffer lists_[5];
   Route route_;
   Plan plan_;
   int32_t* clean_ = nullptr;
   int32_t* all_ = nullptr;
-  int64_t* counters_ = nullptr;  // a Report on the device
-  int64_t* report_ = nullptr;    // the host's view of it
-  Report seen_{};
+  int64_t* counters_ = nullptr;  // DeviceCounters on the device
+  DeviceReport report_;          // the host's view of them
   int64_t tokens_ = 0;
   int64_t slots_ = 0;
   bool agreed_ = false;
   bool prepared_ = false;
-};
-
-class DeviceGroup : public GroupTransport {
- public:
-  DeviceGroup(const char* name, std::shared_ptr<Member> member) : name_(name), member_(std::move(member)) {}
-  ~DeviceGroup() override {
-    close();
-    for (const auto& block : symmetric_) member_->backend->release(const_cast<uint8_t*>(block.first));
-  }
-
-  Capabilities capabilities() const override { return {name_, true, true, false}; }
-
-  Status create_handle(const HandleSettings& settings, std::unique_ptr<HandleTransport>* handle) override {
-    auto created = std::make_unique<DeviceHandle>(member_, settings);
-    NVTE_EP_TRY(created->allocate());
-    *handle = std::move(created);
-    return Status();
-  }
-
-  // Nothing that a caller owns is read by peers in place, and zero_copy is refused at creation: plain memory.
-  Status mem_alloc(int64_t bytes, void** pointer) override {
-    NVTE_EP_TRY(member_->check_alive());
-    void* block = nullptr;
-    NVTE_EP_TRY(member_->backend->allocate(bytes, &block));
-    const Status met = member_->exchange->agree("mem_alloc", {{"bytes", bytes}}, nullptr);
-    if (!met.ok()) {
-      member_->backend->release(block);
-      return met;
-    }
-    symmetric_[static_cast<uint8_t*>(block)] = bytes;
-    *pointer = block;
-    return Status();
-  }
-  Status mem_free(void* pointer) override {
-    const auto found = symmetric_.find(static_cast<uint8_t*>(pointer));
-    if (found == symmetric_.end())
-      return invalid_argument("pointer: expected one from mem_alloc of this group, got ", pointer);
-    NVTE_EP_TRY(member_->exchange->agree("mem_free", {{"bytes", found->second}}, nullptr));
-    member_->backend->release(pointer);
-    symmetric_.erase(found);
-    return Status();
-  }
-  bool is_symmetric(const void* pointer, int64_t bytes) const override {
-    const uint8_t* p = static_cast<const uint8_t*>(pointer);
-    auto it = symmetric_.upper_bound(p);
-    if (it == symmetric_.begin()) return false;
-    --it;
-    return p + bytes <= it->first + it->second;
-  }
-
-  Finding poll() override {
-    Finding finding;
-    const Status failed = member_->exchange->failure(&finding.rank);
-    if (!failed.ok()) {
-      finding.status = failed.code();
-      return finding;
-    }
-    const std::lock_guard<std::mutex> lock(member_->handles_mutex);
-    for (DeviceHandle* handle : member_->handles) {
-      finding = handle->next_finding(!member_->settings.drop_on_overflow);
-      if (finding.status != NVTE_EP_STATUS_OK) return finding;
-    }
-    return Finding();
-  }
-
-  Status failure() const override { return member_->check_alive(); }
-
-  void abort() override { member_->exchange->abort(text("rank ", member_->rank, " aborted the group")); }
-
-  void close() override {
-    if (closed_) return;
-    closed_ = true;
-    member_->exchange->close();
-  }
-
- private:
-  const char* name_;
-  std::shared_ptr<Member> member_;
-  std::map<const uint8_t*, int64_t> symmetric_;
-  bool closed_ = false;
 };
 
 }  // namespace
@@ -562,13 +413,21 @@ class DeviceGroup : public GroupTransport {
 std::unique_ptr<GroupTransport> make_device_group(const char* name, const GroupSettings& settings,
                                                   Backend* backend, int32_t rank, int32_t size,
                                                   std::unique_ptr<DeviceExchange> exchange) {
-  auto member = std::make_shared<Member>();
-  member->exchange = std::move(exchange);
+  auto member = std::make_shared<DeviceMember>();
+  const std::shared_ptr<DeviceExchange> shared = std::move(exchange);
+  member->ranks = shared;
   member->settings = settings;
   member->backend = backend;
   member->rank = rank;
   member->size = size;
-  return std::make_unique<DeviceGroup>(name, std::move(member));
+  return make_device_group(
+      Capabilities{name, true, true, false}, member,
+      [member, shared](const HandleSettings& handle_settings, std::unique_ptr<HandleTransport>* handle) {
+        auto created = std::make_unique<DeviceHandle>(member, shared, handle_settings);
+        NVTE_EP_TRY(created->allocate());
+        *handle = std::move(created);
+        return Status();
+      });
 }
 
 std::vector<Agreed> group_agreement(const GroupSettings& settings) {

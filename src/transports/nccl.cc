@@ -179,8 +179,13 @@ class NcclExchange : public DeviceExchange {
 }  // namespace
 
 NcclCommunicator::~NcclCommunicator() {
-  // The communicator's device must be current; its own groups work on splits of it.
-  (void)api_.ncclCommDestroy(comm_);
+  // Its groups are gone.
+  if (lost_peer_) abandon();
+  if (const nccl::Comm mine = comm_.exchange(nullptr)) (void)api_.ncclCommDestroy(mine);
+}
+
+void NcclCommunicator::abandon() {
+  if (const nccl::Comm mine = comm_.exchange(nullptr)) (void)api_.ncclCommAbort(mine);
 }
 
 Status make_nccl_id(uint8_t* unique_id) {
@@ -249,6 +254,7 @@ Status probe_nccl(const Communicator& comm, const GroupSettings& settings) {
 Status create_nccl(Communicator* comm, const GroupSettings& settings, Backend* backend,
                    std::unique_ptr<GroupTransport>* group) {
   const NcclCommunicator& base = *static_cast<NcclCommunicator*>(comm);
+  if (base.comm() == nullptr) return bad_state("comm: it was ended because a peer did not come");
   auto exchange = std::make_unique<NcclExchange>(base.api(), settings, backend, comm->rank(), comm->size());
   NVTE_EP_TRY(exchange->open(base.comm()));
   *group = make_device_group("nccl", settings, backend, comm->rank(), comm->size(), std::move(exchange));

@@ -6,6 +6,7 @@
 #ifndef NVTE_EP_TRANSPORTS_NCCL_H_
 #define NVTE_EP_TRANSPORTS_NCCL_H_
 
+#include <atomic>
 #include <memory>
 
 #include "core/transport.h"
@@ -20,13 +21,17 @@ class NcclCommunicator : public Communicator {
       : Communicator(NVTE_EP_COMM_NCCL, rank, size), api_(api), comm_(comm), device_(device) {}
   ~NcclCommunicator() override;
   const nccl::Api& api() const { return api_; }
-  nccl::Comm comm() const { return comm_; }
+  nccl::Comm comm() const { return comm_; }  // null once abandoned
   int32_t device() const { return device_; }
+  // A peer does not come any more: what is in flight ends now (abandon), or the communicator goes without waiting for it.
+  void abandon();
+  void expect_lost_peer() { lost_peer_ = true; }
 
  private:
   const nccl::Api& api_;
-  nccl::Comm comm_;
+  std::atomic<nccl::Comm> comm_;
   int32_t device_;
+  std::atomic<bool> lost_peer_{false};
 };
 
 Status make_nccl_id(uint8_t* unique_id);

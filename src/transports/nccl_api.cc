@@ -64,6 +64,7 @@ Status fill(void* library, Api* api) {
   resolve(library, "ncclCommWindowRegister", &api->ncclCommWindowRegister);
   resolve(library, "ncclCommWindowDeregister", &api->ncclCommWindowDeregister);
   resolve(library, "ncclGetLsaDevicePointer", &api->ncclGetLsaDevicePointer);
+  resolve(library, "ncclTeamLsa", &api->ncclTeamLsa);
   if (api->ncclGetVersion != nullptr) api->ncclGetVersion(&api->version);
   api->path = loaded_path(dlsym(library, "ncclGetVersion"));
   if (missing.empty() && api->version >= kMinimumVersion) return Status();

@@ -22,6 +22,10 @@ struct UniqueId {
 enum DataType { kInt8 = 0, kUint8 = 1, kInt32 = 2, kInt64 = 4 };
 struct WindowStruct;
 using Window = WindowStruct*;
+struct Team {
+  int size, rank, stride;
+};
+constexpr int kWindowsVersion = 23007;            // the first whose windows are used
 constexpr int kWindowCollectiveSymmetric = 0x01;  // NCCL_WIN_COLL_SYMMETRIC
 
 struct Api {
@@ -53,6 +57,7 @@ struct Api {
   Result (*ncclCommWindowRegister)(Comm comm, void* buffer, size_t bytes, Window* window, int flags);
   Result (*ncclCommWindowDeregister)(Comm comm, Window window);
   Result (*ncclGetLsaDevicePointer)(Window window, size_t offset, int lsa_rank, void** pointer);
+  Team (*ncclTeamLsa)(Comm comm);  // the ranks whose memory this one's device can load and store
 };
 
 // The NCCL of this process: the one that is loaded already, else NVTE_EP_NCCL_LIBRARY, else the nvidia wheel beside this

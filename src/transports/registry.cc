@@ -43,16 +43,16 @@ Status unknown_kind(int32_t kind) {
   return unsupported("kind: expected 1 (THREADS) or 2 (NCCL), got ", kind);
 }
 
-Status select(const Communicator& comm, const GroupSettings& settings, int32_t transport,
-              const TransportRow** row) {
+// Calls use(row) with each transport that was asked for and fits, until one does not answer UNSUPPORTED (which all ranks then
+// do alike).
+template <typename Use>
+Status select(const Communicator& comm, const GroupSettings& settings, int32_t transport, const Use& use) {
   std::string reasons;
   for (const TransportRow& candidate : kTransports) {
     if (transport != NVTE_EP_TRANSPORT_AUTO && transport != candidate.id) continue;
-    const Status fits = candidate.probe(comm, settings);
-    if (fits.ok()) {
-      *row = &candidate;
-      return Status();
-    }
+    Status fits = candidate.probe(comm, settings);
+    if (fits.ok()) fits = use(candidate);
+    if (fits.code() != NVTE_EP_STATUS_UNSUPPORTED) return fits;
     reasons += (reasons.empty() ? "" : "; ") + fits.message();
   }
   for (const MissingRow& missing : kMissing) {
@@ -84,17 +84,16 @@ Status borrow_nccl_communicator(void* nccl_comm, std::unique_ptr<Communicator>* 
 
 Status create_transport(Communicator* comm, const GroupSettings& settings, int32_t transport,
                         Backend* backend, std::unique_ptr<GroupTransport>* group) {
-  const TransportRow* row = nullptr;
-  NVTE_EP_TRY(select(*comm, settings, transport, &row));
-  return row->create(comm, settings, backend, group);
+  return select(*comm, settings, transport,
+                [&](const TransportRow& row) { return row.create(comm, settings, backend, group); });
 }
 
 Status transport_memory(const Communicator& comm, const GroupSettings& settings, int32_t transport,
                         int64_t* group_bytes, int64_t* exchange_bytes, int64_t* handle_bytes) {
-  const TransportRow* row = nullptr;
-  NVTE_EP_TRY(select(comm, settings, transport, &row));
-  row->memory(comm, settings, group_bytes, exchange_bytes, handle_bytes);
-  return Status();
+  return select(comm, settings, transport, [&](const TransportRow& row) {
+    row.memory(comm, settings, group_bytes, exchange_bytes, handle_bytes);
+    return Status();
+  });
 }
 
 std::vector<Availability> list_transports() {

@@ -38,16 +38,19 @@ struct Memory {
   void (*release)(void* pointer);
   void (*copy)(void* to, const void* from,
                size_t bytes);  // between it and the host, either way, after all work is done
+  int32_t device_id = 0;
 };
 
 inline const Memory& host_memory() {
   static const Memory memory = {
-      "host", NVTE_EP_DEVICE_CPU,
+      "host",
+      NVTE_EP_DEVICE_CPU,
       [](size_t bytes) { return std::aligned_alloc(256, (bytes + 255) / 256 * 256); },
       [](void* pointer) { std::free(pointer); },
       [](void* to, const void* from, size_t bytes) {
         if (bytes > 0) std::memcpy(to, from, bytes);
-      }};
+      },
+      0};
   return memory;
 }
 
@@ -217,6 +220,7 @@ class Array {
     tensor_.data = size() > 0 ? data() : nullptr;
     tensor_.ndim = static_cast<int32_t>(shape_.size());
     tensor_.device_type = memory.device_type;
+    tensor_.device_id = memory.device_id;
     tensor_.dtype_code = info_of(type).code;
     tensor_.dtype_bits = info_of(type).bits;
     std::copy(shape_.begin(), shape_.end(), tensor_.shape);

@@ -13,6 +13,8 @@ struct Venue {
   std::string name;
   int32_t transport = NVTE_EP_TRANSPORT_AUTO;
   const Memory* memory = &host_memory();
+  bool exact_sums = true;  // sums of slots are rounded once; else the part of each rank too
+  bool mxfp8_sums = true;  // they may travel in mxfp8; else cases that want it get bf16
 };
 
 inline void PrintTo(const Venue& venue, std::ostream* out) { *out << venue.name; }
@@ -216,7 +218,13 @@ class LayerRank {
  public:
   LayerRank(const Venue& venue, const LayerCase& c, const Plan& plan, const Rank& rank, const Group& group,
             const Handle& handle)
-      : memory_(*venue.memory), c_(c), plan_(plan), rank_(rank.rank), group_(group), handle_(handle) {}
+      : memory_(*venue.memory),
+        exact_sums_(venue.exact_sums),
+        c_(c),
+        plan_(plan),
+        rank_(rank.rank),
+        group_(group),
+        handle_(handle) {}
 
   void run(int step) {
     step_ = step;
@@ -458,16 +466,41 @@ class LayerRank {
   }
 
   // The sum over each token's slots, on top of what the result holds.
-  Bytes expected_sums(const std::vector<SlotValues>& values, int32_t format,
-                      const std::vector<float>& before) const {
-    std::vector<float> all;
+  void expect_sums(const std::string& what, const std::vector<SlotValues>& values, int32_t format,
+                   const std::vector<float>& before, const Array& result) const {
+    std::vector<float> all, sizes;
+    std::vector<SlotValues> magnitudes = values;
+    for (SlotValues& rank : magnitudes) {
+      for (float& x : rank.x) x = std::fabs(x);
+      for (float& weight : rank.weights) weight = std::fabs(weight);
+    }
     for (int64_t t = 0; t < in_->tokens; ++t) {
-      const std::vector<float> sum =
-          sum_token(&places()[static_cast<size_t>(t * c_.top_k)], c_.top_k, values, c_.hidden, format);
-      all.insert(all.end(), sum.begin(), sum.end());
+      const SlotPlace* token = &places()[static_cast<size_t>(t * c_.top_k)];
+      const auto append = [&](std::vector<float>* to, const std::vector<SlotValues>& from, int32_t wire) {
+        const std::vector<float> sum = sum_token(token, c_.top_k, from, c_.hidden, wire);
+        to->insert(to->end(), sum.begin(), sum.end());
+      };
+      append(&all, values, format);
+      if (!exact_sums_) append(&sizes, magnitudes, NVTE_EP_FORMAT_BF16);
     }
     for (size_t i = 0; c_.accumulate && i < all.size(); ++i) all[i] = before[i] + all[i];
-    return encode(c_.token_type, all);
+    if (exact_sums_) {
+      expect_bytes(what, encode(c_.token_type, all), result.get(), item_bytes(c_.token_type), c_.hidden);
+      return;
+    }
+    // One rounding of each rank's part and one of the sum; FP32 also in another order.
+    const double rounding = c_.token_type == Type::kBFloat16  ? 0x1p-8
+                            : c_.token_type == Type::kFloat16 ? 0x1p-11
+                                                              : 0x1p-24;
+    const double smallest = c_.token_type == Type::kFloat16 ? 0x1p-25 : 0x1p-134;
+    const std::vector<float> got = decode(c_.token_type, result.get());
+    ASSERT_EQ(got.size(), all.size()) << what;
+    for (size_t i = 0; i < all.size(); ++i) {
+      const double allowed = rounding * (sizes[i] + std::fabs(static_cast<double>(all[i]))) +
+                             0x1p-20 * sizes[i] + (c_.ranks + 1) * smallest;
+      ASSERT_LE(std::fabs(static_cast<double>(got[i]) - all[i]), allowed)
+          << what << ": element " << i << ": expected " << all[i] << ", got " << got[i];
+    }
   }
 
   void check_combine() {
@@ -488,8 +521,7 @@ class LayerRank {
     args.result = result.tensor();
     args.accumulate = c_.accumulate;
     require(nvte_ep_handle_combine(handle_.get(), &args, nullptr));
-    expect_bytes("result of combine", expected_sums(p_->expert_out, c_.combine, before), result.get(), item,
-                 c_.hidden);
+    expect_sums("result of combine", p_->expert_out, c_.combine, before, result);
     expect_bytes("expert_out is unchanged", with_tail(encode(c_.token_type, mine.x), item * c_.hidden),
                  out.get(), item, c_.hidden);
   }
@@ -520,8 +552,7 @@ class LayerRank {
     args.grad_topk_weights = grad_topk_weights.tensor();
     args.accumulate = c_.accumulate;
     require(nvte_ep_handle_dispatch_backward(handle_.get(), &args, nullptr));
-    expect_bytes("grad_tokens", expected_sums(p_->slot_grads, c_.dispatch_backward, before),
-                 grad_tokens.get(), item_bytes(c_.token_type), c_.hidden);
+    expect_sums("grad_tokens", p_->slot_grads, c_.dispatch_backward, before, grad_tokens);
     if (!c_.weights) return;
     std::vector<float> expected;
     for (const SlotPlace& place : places()) {
@@ -578,6 +609,7 @@ class LayerRank {
   }
 
   const Memory& memory_;
+  const bool exact_sums_;
   const LayerCase& c_;
   const Plan& plan_;
   const int rank_;
@@ -595,6 +627,7 @@ class LayerRank {
 inline nvte_ep_group_config_t group_config(const Venue& venue, const LayerCase& c, int64_t capacity) {
   nvte_ep_group_config_t config = group_config(num_experts(c), c.hidden, c.max_tokens, capacity);
   config.device_type = venue.memory->device_type;
+  config.device_id = venue.memory->device_id;
   config.transport = venue.transport;
   config.max_top_k = c.top_k;
   config.overflow = c.drop ? NVTE_EP_ON_OVERFLOW_DROP : NVTE_EP_ON_OVERFLOW_ERROR;
@@ -607,16 +640,25 @@ inline nvte_ep_handle_config_t handle_config(const LayerCase& c) {
   return config;
 }
 
-// All steps on one handle.
-inline void run_layer(const Venue& venue, const LayerCase& c, const std::vector<Step>& steps) {
+// The case as a venue can run it.
+inline LayerCase case_for(const Venue& venue, LayerCase c) {
+  if (!venue.mxfp8_sums) c.combine = c.dispatch_backward = NVTE_EP_FORMAT_BF16;
+  return c;
+}
+
+// One rank's part of all steps, on one handle.
+inline void run_rank_of_layer(const Venue& venue, const LayerCase& c, const Plan& plan, const Rank& rank) {
+  const Group group = make_group(rank, group_config(venue, c, plan.capacity));
+  const Handle handle = make_handle(group, handle_config(c));
+  LayerRank layer(venue, c, plan, rank, group, handle);
+  for (size_t s = 0; s < plan.steps.size(); ++s) layer.run(static_cast<int>(s));
+}
+
+inline void run_layer(const Venue& venue, const LayerCase& wanted, const std::vector<Step>& steps) {
+  const LayerCase c = case_for(venue, wanted);
   SCOPED_TRACE(replay_text(c.name));
   const Plan plan = make_plan(c, steps);
-  run_ranks(c.ranks, [&](Rank& rank) {
-    const Group group = make_group(rank, group_config(venue, c, plan.capacity));
-    const Handle handle = make_handle(group, handle_config(c));
-    LayerRank layer(venue, c, plan, rank, group, handle);
-    for (size_t s = 0; s < steps.size(); ++s) layer.run(static_cast<int>(s));
-  });
+  run_ranks(c.ranks, [&](Rank& rank) { run_rank_of_layer(venue, c, plan, rank); });
 }
 
 }  // namespace ep_test

@@ -56,13 +56,17 @@ using Group = Owned<nvte_ep_group_t, nvte_ep_group_destroy>;
 using Handle = Owned<nvte_ep_handle_t, nvte_ep_handle_destroy>;
 
 struct WorldId {
-  uint8_t bytes[NVTE_EP_UNIQUE_ID_BYTES];
-  WorldId() { require(nvte_ep_unique_id(NVTE_EP_COMM_THREADS, bytes)); }
+  uint8_t bytes[NVTE_EP_UNIQUE_ID_BYTES] = {};
+  explicit WorldId(int32_t kind = NVTE_EP_COMM_THREADS, bool fresh = true) {
+    if (fresh) require(nvte_ep_unique_id(kind, bytes));  // else it comes from another process
+  }
 };
 
-inline Comm make_comm(const WorldId& id, int rank, int size) {
+inline Comm make_comm(const WorldId& id, int rank, int size, int32_t kind = NVTE_EP_COMM_THREADS,
+                      int device_id = 0) {
   nvte_ep_comm_config_t config = NVTE_EP_COMM_CONFIG_INIT;
-  config.kind = NVTE_EP_COMM_THREADS;
+  config.kind = kind;
+  config.device_id = device_id;
   config.num_ranks = size;
   config.rank = rank;
   config.unique_id = id.bytes;

@@ -264,6 +264,20 @@ CASES = [
     Case("float32_mxfp8", dtype="float32", **_MXFP8),
     Case("round_robin", experts=8, tokens=32, hidden=512, routing="round_robin"),
     # Ranks and their tokens
+    *(
+        Case(
+            f"{ranks}_ranks_{name}",
+            ranks=ranks,
+            experts=4 * ranks,
+            top_k=4,
+            tokens=20,
+            routing="unrouted",
+            **formats,
+        )
+        for ranks in (4, 8)
+        for name, formats in (("bf16", {}), ("mxfp8", _MXFP8), ("nvfp4", _NVFP4))
+    ),
+    Case("four_ranks_eager", ranks=4, experts=8, tokens=(9, 0, 30, 2), capacity=EAGER, **_NVFP4),
     Case("three_ranks", ranks=3, experts=9, tokens=(5, 0, 17), **_NVFP4),
     Case(
         "eight_ranks_all_different", ranks=8, experts=16, tokens=(672, 1, 0, 4095, 64, 63, 2048, 17), **_NVFP4

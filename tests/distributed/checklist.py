@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import nvte_ep
 from numpy.typing import NDArray
-from nvte_ep import Group, Handle, Operand, Routing
+from nvte_ep import Group, Handle, Operand, Routing, UnsupportedError
 
 from distributed.cases import DTYPES, Case
 from distributed.launcher import Rank
@@ -28,6 +29,29 @@ from distributed.transports import Transport
 
 Array = NDArray[Any]
 BF16 = DTYPES["bfloat16"]
+
+
+def refused_settings(rank: Rank, transport: Transport) -> list[str]:
+    """What of the table's traits the library says UNSUPPORTED to."""
+    refused = []
+    settings = {"num_experts": 2, "hidden": 64, "max_tokens_per_rank": 4, "recv_capacity": 256}
+    try:
+        transport.join(rank, zero_copy=True, **settings).close()
+    except UnsupportedError:
+        refused.append("zero_copy")
+    with transport.join(rank, **settings) as group:
+        try:
+            # Not by way of a mirror, which would ask for what the transport has.
+            Handle(group, top_k=1, combine="mxfp8", dispatch_backward="mxfp8").close()
+        except UnsupportedError:
+            refused.append("mxfp8_sums")
+    return refused
+
+
+def chosen_by_auto(rank: Rank, transport: Transport) -> str:
+    auto = dataclasses.replace(transport, name="auto")
+    with auto.join(rank, num_experts=2, hidden=64, max_tokens_per_rank=4, recv_capacity=256) as group:
+        return group.info.transport
 
 
 # ---- what travels ------------------------------------------------------------------------------------------
@@ -365,29 +389,31 @@ def two_groups_at_once(rank: Rank, transport: Transport, first: Case, second: Ca
     """Two groups of the same ranks, a thread for each: their calls meet in any order."""
     import threading
 
-    groups = [open_group(rank, transport, case) for case in (first, second)]
     steps: list[Step | BaseException] = [RuntimeError("the thread ended early")] * 2
 
-    def work(index: int, case: Case) -> None:
+    def work(index: int, group: Group, case: Case) -> None:
         try:
-            with groups[index] as group:
-                for _ in range(5):
-                    steps[index] = step_on(rank, open_handle(group, case), case)
+            for handle in [open_handle(group, case) for _ in range(5)]:
+                steps[index] = step_on(rank, handle, case)
         except BaseException as error:
             steps[index] = error
 
-    threads = [
-        threading.Thread(target=work, args=(i, case), daemon=True) for i, case in enumerate((first, second))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    done = []
-    for step in steps:
-        if isinstance(step, BaseException):
-            raise step
-        done.append(step)
+    with open_group(rank, transport, first) as one, open_group(rank, transport, second) as other:
+        threads = [
+            threading.Thread(target=work, args=arguments, daemon=True)
+            for arguments in ((0, one, first), (1, other, second))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # Handles and groups end after the last step of both: where ranks share a GPU, giving memory back
+        # waits for the steps of all of them.
+        done = []
+        for step in steps:
+            if isinstance(step, BaseException):
+                raise step
+            done.append(step)
     return done
 
 

@@ -3,7 +3,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# JAX takes most of a GPU's memory otherwise, and there are others on it.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def pytest_report_header() -> list[str]:
+    from distributed.here import summary
+
+    return summary()

@@ -3,8 +3,9 @@
 
     results = run_threads(4, body, case)      # body(rank, case) on four threads; results in rank order
     results = run_processes(4, body, case)    # the same, with pickled arguments and results
+    pool.run(4, body, case)                   # on processes that live on: ProcessPool
 
-Both end all ranks when one fails, raise the exception of the rank that failed first, show its log on stderr,
+All end all ranks when one fails, raise the exception of the rank that failed first, show its log on stderr,
 and give up with RanksHung, which shows where every rank stands, after `timeout` seconds.
 This file knows nothing of the library under test.
 """
@@ -12,6 +13,7 @@ This file knows nothing of the library under test.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import pickle
@@ -22,13 +24,15 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 DEFAULT_TIMEOUT = 60.0
-_POLL = 0.005
+_POLL = 0.001
 # How long the others may take to end after a failure, and how long a cause may come in after its consequence.
 _GRACE = 2.0
 _CAUSE_WAIT = 0.5
@@ -117,9 +121,18 @@ def write_whole(path: Path, value: bytes) -> None:
 class Rank:
     """What the function of a rank is given."""
 
-    def __init__(self, index: int, size: int, store: Store, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self,
+        index: int,
+        size: int,
+        store: Store,
+        timeout: float = DEFAULT_TIMEOUT,
+        session: dict[str, Any] | None = None,
+    ) -> None:
         self.index = index
         self.size = size
+        # What a process keeps from job to job; a thread keeps nothing.
+        self.session: dict[str, Any] = {} if session is None else session
         self._store = store
         self._timeout = timeout
         self._exchanges = 0
@@ -254,7 +267,7 @@ def _stack(thread: threading.Thread) -> str:
 
 # ---- processes ---------------------------------------------------------------------------------------------
 
-_CHILD = "import sys; from {module} import child; child(sys.argv[1], int(sys.argv[2]))"
+_CHILD = "import sys; from {module} import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
 
 
 def run_processes(
@@ -263,116 +276,199 @@ def run_processes(
     *args: Any,
     timeout: float = DEFAULT_TIMEOUT,
     environment: Environment | None = None,
+    may_die: Collection[int] = (),
 ) -> list[Any]:
     """`environment` gives the variables of a rank, its GPU for example. body, args and results are pickled,
-    so body is a function of a module."""
-    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
-        folder = Path(name)
-        (folder / "job").write_bytes(pickle.dumps((size, body, args, timeout)))
-        children: list[subprocess.Popen[bytes]] = []
+    so body is a function of a module. may_die: ranks whose death is part of the test, with result None."""
+    with ProcessPool(environment) as pool:
+        return pool.run(size, body, *args, timeout=timeout, may_die=may_die)
+
+
+class ProcessPool:
+    """Processes of ranks that live on from job to job, so that what takes seconds to start (Python, a CUDA
+    context, NCCL) is paid once. After a failure all of them are killed; the next job gets new ones."""
+
+    def __init__(self, environment: Environment | None = None) -> None:
+        self._environment = environment
+        self._children: list[_Child] = []
+        self._jobs = 0
+
+    def __enter__(self) -> ProcessPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        size: int,
+        body: Callable[..., Any],
+        *args: Any,
+        timeout: float = DEFAULT_TIMEOUT,
+        may_die: Collection[int] = (),
+    ) -> list[Any]:
+        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            while len(self._children) < size:
+                rank = len(self._children)
+                self._children.append(_Child(rank, self._environment(rank) if self._environment else {}))
+            children = self._children[:size]
+            whole = False
+            try:
+                job = _pickled_job(size, folder, body, args, timeout)
+                for child in children:
+                    child.begin(job)
+                results, failures, hung = _watch(children, timeout, may_die)
+                if hung:
+                    _ask_for_stacks(children, hung)
+                    stands = "\n".join(f"rank {rank}:\n{children[rank].log()}" for rank in hung)
+                    raise RanksHung(f"ranks {hung} of {size} did not end within {timeout:g} s\n{stands}")
+                if failures:
+                    first = _first(failures)
+                    _show_log(first.rank, size, children[first.rank].log())
+                    raise first.error
+                whole = not may_die
+            finally:
+                if not whole:
+                    self.close()
+            return [results[rank] for rank in range(size)]
+
+    def close(self) -> None:
+        for child in self._children:
+            child.kill()
+        self._children = []
+
+
+class _Child:
+    """The process of a rank, as the launcher sees it."""
+
+    def __init__(self, rank: int, variables: Mapping[str, str]) -> None:
+        self.rank = rank
+        self._folder = tempfile.TemporaryDirectory(prefix=f"rank-{rank}-")
+        self._log = Path(self._folder.name) / "log"
+        self._log_start = 0
+        self.connection, theirs = Pipe()
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        with self._log.open("wb") as log:
+            code = _CHILD.format(module=__name__)
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", code, str(rank), str(theirs.fileno())],
+                env={**os.environ, "PYTHONPATH": path, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # so that what a rank has started ends with it
+            )
+        theirs.close()
+
+    def begin(self, job: bytes) -> None:
+        self._log_start = self._log.stat().st_size
+        # One that died since the last job is found by its outcome.
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(job)
+
+    def outcome(self) -> tuple[Any, BaseException | None]:
+        """Once its connection has something: a result, or the end."""
         try:
-            for rank in range(size):
-                children.append(_start(folder, rank, environment(rank) if environment else {}))
-            results, failures, hung = _watch(folder, children, timeout)
-            if hung:
-                _ask_for_stacks(children, hung)
-        finally:
-            for child in children:
-                _kill(child)
-        if hung:
-            stands = "\n".join(f"rank {rank}:\n{_log(folder, rank)}" for rank in hung)
-            raise RanksHung(f"ranks {hung} of {size} did not end within {timeout:g} s\n{stands}")
-        if failures:
-            first = _first(failures)
-            _show_log(first.rank, size, _log(folder, first.rank))
-            raise first.error
-        return [results[rank] for rank in range(size)]
+            value, error = pickle.loads(self.connection.recv_bytes())
+            return value, error
+        except (EOFError, OSError):
+            code = self._process.wait()
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return None, RankDied(f"rank {self.rank} ended with {how} and left no result")
 
+    def log(self) -> str:
+        """Of the job that it was given last."""
+        return self._log.read_bytes()[self._log_start :].decode(errors="replace")
 
-def _start(folder: Path, rank: int, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    with (folder / f"log-{rank}").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-u", "-c", _CHILD.format(module=__name__), str(folder), str(rank)],
-            env={**os.environ, "PYTHONPATH": path, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that what a rank has started ends with it
-        )
+    def ask_for_stack(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.connection.close()
+        self._folder.cleanup()
 
 
 def _watch(
-    folder: Path, children: list[subprocess.Popen[bytes]], timeout: float
+    children: list[_Child], timeout: float, may_die: Collection[int]
 ) -> tuple[dict[int, Any], list[_Failure], list[int]]:
     """Waits until all have ended, one has failed or the time is up: results, failures, ranks that hang."""
     results: dict[int, Any] = {}
     failures: list[_Failure] = []
-    running = set(range(len(children)))
+    running = {child.connection: child for child in children}
     end = time.monotonic() + timeout
     while running:
-        for rank in sorted(running):
-            code = children[rank].poll()
-            if code is None:
-                continue
-            running.discard(rank)
-            value, error = _outcome(folder, rank, code)
+        limit = min(end, failures[0].when + _CAUSE_WAIT) if failures else end
+        for connection in wait(list(running), max(0.0, limit - time.monotonic())):
+            child = running.pop(cast(Connection, connection))
+            value, error = child.outcome()
+            if isinstance(error, RankDied) and child.rank in may_die:
+                error = None
             if error is None:
-                results[rank] = value
+                results[child.rank] = value
             else:
-                failures.append(_Failure(time.monotonic(), rank, error))
-        if failures:
-            first = _first(failures)
-            if not first.is_consequence or time.monotonic() > first.when + _CAUSE_WAIT:
-                return results, failures, []
-        if time.monotonic() > end:
-            return results, failures, [] if failures else sorted(running)
-        time.sleep(_POLL)
-    return results, failures, []
+                failures.append(_Failure(time.monotonic(), child.rank, error))
+        if failures and (not _first(failures).is_consequence or time.monotonic() >= limit):
+            break
+        if time.monotonic() >= end:
+            break
+    hung = [] if failures else sorted(child.rank for child in running.values())
+    return results, failures, hung
 
 
-def _outcome(folder: Path, rank: int, code: int) -> tuple[Any, BaseException | None]:
-    path = folder / f"result-{rank}"
-    if path.exists():
-        value, error = pickle.loads(path.read_bytes())
-        return value, error
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return None, RankDied(f"rank {rank} ended with {how} and left no result")
-
-
-def _log(folder: Path, rank: int) -> str:
-    return (folder / f"log-{rank}").read_text(errors="replace")
-
-
-def _ask_for_stacks(children: list[subprocess.Popen[bytes]], ranks: list[int]) -> None:
+def _ask_for_stacks(children: list[_Child], ranks: list[int]) -> None:
     for rank in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            children[rank].send_signal(signal.SIGUSR1)
+        children[rank].ask_for_stack()
     time.sleep(0.3)
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+def die_with_parent() -> None:
+    """For a process that must not outlive who started it, however that one ends."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
 
 
-def child(folder_name: str, index: int) -> None:
-    """The main program of a rank that is a process."""
+def serve(index: int, descriptor: int) -> None:
+    """The main program of a rank that is a process: jobs until the launcher goes."""
+    die_with_parent()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    folder = Path(folder_name)
-    size, body, args, timeout = pickle.loads((folder / "job").read_bytes())
-    # Should the launcher die, nobody kills this process but itself.
-    faulthandler.dump_traceback_later(timeout + _GRACE, exit=True)
-    rank = _ProcessRank(index, size, FileStore(folder), timeout)
+    connection = Connection(descriptor)
+    session: dict[str, Any] = {}
+    while True:
+        try:
+            job = connection.recv_bytes()
+        except EOFError:
+            # Not through the interpreter's exit: peers may be gone, and libraries wait for them there.
+            os._exit(0)
+        connection.send_bytes(_pickled(_work(index, job, session)))
+
+
+def _work(index: int, job: bytes, session: dict[str, Any]) -> tuple[Any, BaseException | None]:
     try:
-        outcome: tuple[Any, BaseException | None] = body(rank, *args), None
+        size, folder, timeout, call = pickle.loads(job)
+        # Should the launcher die, nobody kills this process but itself.
+        faulthandler.dump_traceback_later(timeout + _GRACE, exit=True)
+        body, args = pickle.loads(call)
+        rank = _ProcessRank(index, size, FileStore(Path(folder)), timeout, session)
+        return body(rank, *args), None
     except BaseException as error:
         traceback.print_exc()
-        outcome = None, error
-    write_whole(folder / f"result-{index}", _pickled(outcome))
-    sys.exit(0 if outcome[1] is None else 1)
+        return None, error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _pickled_job(
+    size: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...], timeout: float
+) -> bytes:
+    return pickle.dumps((size, folder, timeout, pickle.dumps((body, args))))
 
 
 class _ProcessRank(Rank):

@@ -69,6 +69,25 @@ def die_at(rank: Rank, culprit: int) -> None:
     rank.barrier()
 
 
+def die_alone(rank: Rank, culprit: int) -> int:
+    if rank.index == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rank.index
+
+
+def beat(rank: Rank, folder: str) -> None:
+    for count in range(10**6):
+        (Path(folder) / f"beat-{rank.index}").write_text(str(count))
+        time.sleep(0.01)
+
+
+def count_jobs(rank: Rank) -> tuple[int, int]:
+    """Of this process, which keeps the count from job to job."""
+    rank.session["jobs"] = rank.session.get("jobs", 0) + 1
+    rank.log(f"job number {rank.session['jobs']}")
+    return os.getpid(), rank.session["jobs"]
+
+
 def start_child_and_fail(rank: Rank, folder: str) -> None:
     """Leaves a process behind that writes on and on."""
     code = (

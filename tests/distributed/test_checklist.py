@@ -21,12 +21,14 @@ import pytest
 from distributed import checklist, model
 from distributed.cases import CASES, Case
 from distributed.checks import assert_same_step
+from distributed.here import TRANSPORTS, on_transports_that, transports_that, why_not
 from distributed.launcher import run_processes, run_threads
 from distributed.steps import RNG_STATE, run_step
-from distributed.transports import TRANSPORTS, Transport
+from distributed.transports import ALL, THREADS, Transport
 
 Framework = Callable[[str], ModuleType]
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=str)
+where_zero_copy = on_transports_that("zero_copy")
 
 QUANTIZED: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -48,7 +50,19 @@ def prepared(case: Case) -> Case:
 
 def test_every_transport_that_is_here_is_tested() -> None:
     here = {entry["name"] for entry in nvte_ep.build_info()["transports"] if entry["available"]}
-    assert here <= {transport.name for transport in TRANSPORTS}
+    assert here <= {transport.name for transport in ALL}
+    # What the table says of zero_copy and of sums in mxfp8 decides which tests run: it must be true.
+    for transport in TRANSPORTS:
+        (refused,) = transport.run(1, checklist.refused_settings, transport)
+        assert refused == [name for name in ("zero_copy", "mxfp8_sums") if not getattr(transport, name)]
+
+
+@on_transports_that("on_device")
+def test_auto_takes_the_first_that_can(transport: Transport) -> None:
+    """In the order of the table, of those with this kind of communicator."""
+    rows = [row for row in ALL if row.on_device and row.communicator == transport.communicator]
+    expected = next(row.name for row in rows if row in TRANSPORTS or why_not(row) is None)
+    assert transport.run(2, checklist.chosen_by_auto, transport) == [expected] * 2
 
 
 # ---- what travels ------------------------------------------------------------------------------------------
@@ -220,15 +234,20 @@ def test_inputs_may_be_parts_of_wider_arrays(transport: Transport, format: str) 
     transport.run(3, checklist.strided_inputs, transport, case)
 
 
-@every_transport
+PLACES = [(transport, False) for transport in TRANSPORTS]
+PLACES += [(transport, True) for transport in transports_that("zero_copy")]
+
+
+@pytest.mark.parametrize(
+    ("transport", "symmetric"), PLACES, ids=[f"{t}-{'symmetric' if s else 'plain'}" for t, s in PLACES]
+)
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
-@pytest.mark.parametrize("symmetric", [False, True], ids=["plain", "symmetric"])
 def test_operands_lie_in_one_buffer_of_the_caller(transport: Transport, format: str, symmetric: bool) -> None:
     case = prepared(Case("one_buffer", hidden=256, tokens=50, alignment=128, **QUANTIZED[format]))
     transport.run(2, checklist.operand_in_one_buffer, transport, case, symmetric)
 
 
-@every_transport
+@where_zero_copy
 @pytest.mark.parametrize("format", QUANTIZED)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_zero_copy_gives_the_bytes_of_the_staged_step(transport: Transport, format: str, dtype: str) -> None:
@@ -248,7 +267,7 @@ def test_zero_copy_gives_the_bytes_of_the_staged_step(transport: Transport, form
         assert got == checklist.staged_bytes(step)
 
 
-@every_transport
+@where_zero_copy
 def test_symmetric_memory_comes_and_goes(transport: Transport) -> None:
     case = prepared(Case("pool", ranks=3, experts=6, tokens=(20, 3, 33)))
     transport.run(3, checklist.symmetric_pool, transport, case)
@@ -400,8 +419,8 @@ def test_two_groups_work_at_once(transport: Transport) -> None:
 def test_a_step_in_a_process_of_its_own(capacity: str) -> None:
     """Cases, transports and results travel to a rank's process and back."""
     case = prepared(Case("process", ranks=1, tokens=9, capacity=capacity, **QUANTIZED["nvfp4"]))
-    there = run_processes(1, run_step, TRANSPORTS[0], case)
-    assert_same_step(there[0], run_threads(1, run_step, TRANSPORTS[0], case)[0])
+    there = run_processes(1, run_step, THREADS, case)
+    assert_same_step(there[0], run_threads(1, run_step, THREADS, case)[0])
 
 
 # ---- frameworks --------------------------------------------------------------------------------------------
@@ -409,7 +428,7 @@ def test_a_step_in_a_process_of_its_own(capacity: str) -> None:
 UNEVEN = Case("uneven", ranks=3, experts=6, tokens=(20, 3, 33), routing="unrouted")
 
 
-@every_transport
+@where_zero_copy
 def test_torch_receives_in_place(framework: Framework, transport: Transport) -> None:
     framework("torch")
     transport.run(3, checklist.torch_in_place, transport, prepared(UNEVEN))
@@ -445,3 +464,27 @@ def test_checklist_names_tests_and_cases_that_exist() -> None:
     for file, test, case in named:
         assert f"def {test}(" in sources[file], f"{file}::{test}"
         assert not case or case in cases, f"{file}::{test}[{case}]"
+
+
+def test_checklist_tells_the_transports_apart_as_the_table_does() -> None:
+    text = (HERE / "CHECKLIST.md").read_text()
+    table = text[text.index("## On which transports") :]
+    rows = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line.startswith("| ")
+    ]
+    (_, *names), *fields = rows
+    assert names == [transport.id for transport in ALL]
+    told = {
+        (field, name): value for field, *values in fields for name, value in zip(names, values, strict=True)
+    }
+    for transport in ALL:
+        for field, *_ in fields:
+            value = getattr(transport, field)
+            expected = ("no", "yes")[value] if isinstance(value, bool) else str(value)
+            if field != "max_ranks" or not transport.on_device:  # NVTE_EP_MAX_RANKS changes it
+                assert told[field, transport.id] == expected, f"{field} of {transport}"
+    assert {field.name for field in dataclasses.fields(Transport) if field.type == "bool"} == {
+        field for field, *_ in fields if field != "max_ranks"
+    } | {"mirrored"}

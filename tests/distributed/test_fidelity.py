@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from distributed import fidelity
-from distributed.transports import TRANSPORTS, Transport
+from distributed.here import TRANSPORTS
+from distributed.transports import Transport
 
 # dB, by format and by what is measured. Columnwise NVFP4 is quantised twice, which costs three decibels.
 FLOORS = {

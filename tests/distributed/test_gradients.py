@@ -14,7 +14,8 @@ import pytest
 from distributed import gradients, model
 from distributed.cases import Case
 from distributed.gradients import LayerResult, data_of, experts_of
-from distributed.transports import TRANSPORTS, Transport
+from distributed.here import TRANSPORTS
+from distributed.transports import Transport
 
 Framework = Callable[[str], ModuleType]
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=str)

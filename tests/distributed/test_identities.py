@@ -10,7 +10,8 @@ import pytest
 
 from distributed import identities
 from distributed.cases import Case
-from distributed.transports import TRANSPORTS, Transport
+from distributed.here import TRANSPORTS
+from distributed.transports import Transport
 
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=str)
 
@@ -30,9 +31,16 @@ def case_of(ranks: int, alignment: int, format: str, **changes: Any) -> Case:
     return Case(f"{format}_{ranks}_{alignment}", ranks=ranks, **{**settings, **changes})
 
 
-@every_transport
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
-@pytest.mark.parametrize("alignment", [1, 16, 32, 64, 128, 256])
+SHAPES = [
+    (transport, ranks, alignment)
+    for transport in TRANSPORTS
+    for ranks in (1, 2, 3, 8, 64)
+    for alignment in transport.alignments
+    if transport.takes(ranks)
+]
+
+
+@pytest.mark.parametrize(("transport", "ranks", "alignment"), SHAPES, ids=str)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
 def test_quantized_equals_bf16_of_what_was_quantized(
     transport: Transport, format: str, alignment: int, ranks: int

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +18,7 @@ from distributed import plain_bodies as bodies
 from distributed.launcher import (
     FileStore,
     MemoryStore,
+    ProcessPool,
     Rank,
     RankDied,
     RanksHung,
@@ -89,6 +93,61 @@ def test_a_process_that_dies_is_reported_with_its_signal_and_log(capsys: pytest.
     with pytest.raises(RankDied, match="rank 1 ended with signal SIGKILL"):
         run_processes(2, bodies.die_at, 1)
     assert "about to go" in capsys.readouterr().err
+
+
+def test_processes_live_on_from_job_to_job() -> None:
+    with ProcessPool() as pool:
+        first = pool.run(2, bodies.count_jobs)
+        assert [jobs for _, jobs in first] == [1, 1]
+        assert pool.run(1, bodies.count_jobs) == [(first[0][0], 2)], "a part of them"
+        three = pool.run(3, bodies.count_jobs)
+        assert [jobs for _, jobs in three] == [3, 2, 1], "and more"
+        assert pool.run(3, bodies.describe, 10) == [(rank, 3, [0, 10, 20]) for rank in range(3)]
+    for process, _ in three:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+def test_a_failure_ends_the_processes_and_the_next_job_has_new_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with ProcessPool() as pool:
+        pool.run(2, bodies.agree)
+        old = [process for process, _ in pool.run(2, bodies.count_jobs)]
+        with pytest.raises(ValueError, match="rank 1 has had enough"):
+            pool.run(2, bodies.fail_at, 1)
+        log = capsys.readouterr().err
+        assert "this is rank 1" in log and "job number" not in log, "the log is of the last job"
+        assert not set(old) & {process for process, _ in pool.run(2, bodies.count_jobs)}
+        with pytest.raises(RanksHung):
+            pool.run(2, bodies.hang_at, 0, timeout=0.5)
+        assert [jobs for _, jobs in pool.run(2, bodies.count_jobs)] == [1, 1]
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    beats = [tmp_path / f"beat-{rank}" for rank in range(2)]
+    code = "import sys; from distributed import launcher, plain_bodies as bodies; "
+    code += "launcher.run_processes(2, bodies.beat, sys.argv[1])"
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], env={**os.environ, "PYTHONPATH": path}
+    )
+    end = time.monotonic() + 20
+    while not all(beat.exists() for beat in beats):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    launcher.kill()
+    launcher.wait()
+    time.sleep(0.3)
+    last = [beat.read_text() for beat in beats]
+    time.sleep(0.2)
+    assert [beat.read_text() for beat in beats] == last
+
+
+def test_a_rank_may_be_expected_to_die() -> None:
+    assert run_processes(3, bodies.die_alone, 1, may_die=[1]) == [0, None, 2]
+    with pytest.raises(RankDied, match="rank 1"):
+        run_processes(3, bodies.die_alone, 1, may_die=[2])
 
 
 def test_each_process_has_its_environment() -> None:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from distributed import checks
 from distributed.cases import EAGER, Case
+from distributed.here import TRANSPORTS
 from distributed.steps import run_step
-from distributed.transports import TRANSPORTS, Transport
+from distributed.transports import Transport
 
 FORMATS = ["bf16", "mxfp8", "nvfp4"]
 
@@ -60,13 +61,16 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS, ids=str)
-@hypothesis.settings(max_examples=250, deadline=None, derandomize=True, database=None)
-@hypothesis.given(case=cases())
-def test_any_routing(transport: Transport, case: Case) -> None:
-    assert len(case.where) == case.ranks
-    steps = transport.run(case.ranks, run_step, transport, case)
-    for check in checks.CHECKS.values():
-        check(transport, case, steps)
+def test_any_routing(transport: Transport) -> None:
+    @hypothesis.settings(max_examples=transport.examples, deadline=None, derandomize=True, database=None)
+    @hypothesis.given(case=cases())
+    def every_case(case: Case) -> None:
+        assert len(case.where) == case.ranks
+        steps = transport.run(case.ranks, run_step, transport, case)
+        for check in checks.CHECKS.values():
+            check(transport, case, steps)
+
+    every_case()
 
 
 @hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)

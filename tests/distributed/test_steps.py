@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every case of the table, on every transport, against the model and the codecs.
 
-A case is run once; each test looks at another part of what its ranks got.
+A case is run once on a transport; each test looks at another part of what its ranks got.
 """
 
 from __future__ import annotations
@@ -12,26 +12,39 @@ import pytest
 
 from distributed import checks
 from distributed.cases import CASES, Case
+from distributed.here import TRANSPORTS
 from distributed.steps import Step, run_step
-from distributed.transports import TRANSPORTS, Transport
+from distributed.transports import THREADS, Transport
+
+ROWS = [(transport, case) for transport in TRANSPORTS for case in CASES if transport.takes(case.ranks)]
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS, ids=str)
-def transport(request: pytest.FixtureRequest) -> Transport:
-    found: Transport = request.param
+@pytest.fixture(scope="module", params=ROWS, ids=lambda row: f"{row[0]}-{row[1]}")
+def row(request: pytest.FixtureRequest) -> tuple[Transport, Case]:
+    found: tuple[Transport, Case] = request.param
     return found
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
-def case(request: pytest.FixtureRequest) -> Case:
-    found: Case = request.param
-    return found
+@pytest.fixture(scope="module")
+def transport(row: tuple[Transport, Case]) -> Transport:
+    return row[0]
+
+
+@pytest.fixture(scope="module")
+def case(row: tuple[Transport, Case]) -> Case:
+    return row[1]
 
 
 @pytest.fixture(scope="module")
 def steps(transport: Transport, case: Case) -> Iterator[list[Step]]:
     assert len(case.where) == case.ranks  # the model's part, once and before the ranks start
     yield transport.run(case.ranks, run_step, transport, case)
+
+
+def test_bytes_are_those_of_threads(transport: Transport, case: Case, steps: list[Step]) -> None:
+    """All that was received; sums too where a transport rounds them once."""
+    for got, expected in zip(steps, THREADS.run(case.ranks, run_step, THREADS, case), strict=True):
+        checks.assert_same_step(got, expected, sums=transport.exact_sums)
 
 
 def test_prepare(transport: Transport, case: Case, steps: list[Step]) -> None:

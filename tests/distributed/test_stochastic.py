@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from distributed import stochastic
 from distributed.cases import Case
-from distributed.transports import TRANSPORTS, Transport
+from distributed.here import TRANSPORTS
+from distributed.transports import Transport
 
 Array = NDArray[Any]
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=str)

@@ -1,42 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transports under test: how their ranks run, and how a rank gets into the library."""
+"""The transports under test: the table of them, how their ranks run, and how a rank gets into the library.
+
+here.py chooses the rows that a run tests.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-from collections.abc import Callable
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import nvte_ep
-from nvte_ep import Communicator, Group, NvteEpError
+from nvte_ep import Communicator, Group, NvteEpError, UnsupportedError, _cuda
+from nvte_ep._dtypes import CPU, CUDA_TYPE, Device
 
-from distributed.launcher import Rank, run_threads
+from distributed.launcher import DEFAULT_TIMEOUT, ProcessPool, Rank, run_threads
+from distributed.mirror import MirroredGroup
 
 # Of every wait in the library. A test that fails must not take the library's own 100 s.
 TIMEOUT_NS = 20_000_000_000
 
+# On devices, where more of them only share the same GPUs and links.
+MAX_RANKS = int(os.environ.get("NVTE_EP_MAX_RANKS", "8"))
+
+# Streams of one process share so many queues of a GPU, and ranks that wait for each other must share none.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 
 @dataclass(frozen=True)
 class Transport:
+    """A row of the table. What follows `communicator` says how it differs from `threads`."""
+
+    id: str
     name: str
     communicator: str  # kind
-    run: Callable[..., list[Any]]  # a launcher
-    exact_sums: bool  # sums of slots are rounded once; else once more for each contributing rank
+    on_device: bool = True
+    in_processes: bool = False
+    variables: tuple[tuple[str, str], ...] = ()  # of the environment of its processes
+    mirrored: bool = True  # what the tests see are host arrays, and the library works on copies: mirror.py
+    max_ranks: int = MAX_RANKS
+    # Sums of slots are rounded once; else once more for each contributing rank. See checks.check_sum.
+    exact_sums: bool = False
+    mxfp8_sums: bool = False  # combine and dispatch backward may travel in mxfp8
+    zero_copy: bool = False
+    # A call returns when all ranks have made it: so ranks in different calls, or with other arguments, are
+    # told. On a device a call returns when it is enqueued.
+    calls_meet: bool = False
+    # Of a rank that stalls or leaves, the others tell its number, and so does its own next call.
+    names_culprit: bool = True
+    aborts_travel: bool = True  # an abort ends the waits of the peers at once; else their time-out does
+    creation_times_out: bool = True  # where a rank never creates its group
+    survives_failures: bool = True  # processes can go on when a group of theirs has failed
+    # How thorough the suites are where they could go on for ever.
+    examples: int = 40  # of routings that are made up
+    alignments: tuple[int, ...] = (1, 16, 32, 64, 128, 256)
 
     def __str__(self) -> str:
-        return self.name
+        return self.id
+
+    # ---- in the tests ----
+
+    def run(
+        self,
+        size: int,
+        body: Callable[..., Any],
+        *args: Any,
+        timeout: float = DEFAULT_TIMEOUT,
+        may_die: Collection[int] = (),
+        fails: bool = False,
+    ) -> list[Any]:
+        """body(rank, *args) on every rank; the results in their order. fails: groups fail in it."""
+        if not self.in_processes:
+            return run_threads(size, body, *args, timeout=timeout)
+        if fails and not self.survives_failures:
+            with ProcessPool(self.environment) as pool:
+                return pool.run(size, body, *args, timeout=timeout, may_die=may_die)
+        return _pool(self).run(size, body, *args, timeout=timeout, may_die=may_die)
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Of a rank's process."""
+        return environment(rank) | dict(self.variables)
+
+    def takes(self, ranks: int) -> bool:
+        return ranks <= self.max_ranks
+
+    def sum_format(self, format: str) -> str:
+        """How sums travel where a case asks for this wire format."""
+        return "bf16" if format == "mxfp8" and not self.mxfp8_sums else format
+
+    # ---- in the ranks ----
+
+    def device_of(self, rank: Rank) -> Device:
+        return (CUDA_TYPE, rank.index % max(1, count_gpus())) if self.on_device else CPU
+
+    def connect(self, rank: Rank) -> Communicator:
+        """A communicator of all ranks. One of processes takes long to make, and is kept for later jobs."""
+        key = f"communicator of {rank.size}"
+        if key not in rank.session:
+            shared_id = rank.broadcast(lambda: nvte_ep.unique_id(self.communicator))
+            options = {"device_id": self.device_of(rank)[1], "timeout_ns": TIMEOUT_NS}
+            made = Communicator(self.communicator, rank.size, rank.index, shared_id, **options)
+            if not self.in_processes:
+                return made
+            rank.session[key] = made
+        kept: Communicator = rank.session[key]
+        return kept
 
     def join(self, rank: Rank, *, timeout_ns: int = TIMEOUT_NS, **config: Any) -> Group:
         """This rank's member of a new group. When another rank fails it is aborted, so that nobody waits."""
-        shared_id = rank.broadcast(lambda: nvte_ep.unique_id(self.communicator))
-        comm = Communicator(self.communicator, rank.size, rank.index, shared_id, timeout_ns=timeout_ns)
-        return self.another_group(rank, comm, timeout_ns=timeout_ns, **config)
+        return self.another_group(rank, self.connect(rank), timeout_ns=timeout_ns, **config)
+
+    def join_plainly(self, rank: Rank, *, timeout_ns: int = TIMEOUT_NS, **config: Any) -> Group:
+        """As join, a group whose arrays lie where the library works."""
+        return dataclasses.replace(self, mirrored=False).join(rank, timeout_ns=timeout_ns, **config)
 
     def another_group(
         self, rank: Rank, comm: Communicator, *, timeout_ns: int = TIMEOUT_NS, **config: Any
     ) -> Group:
-        group = Group(comm, transport=self.name, timeout_ns=timeout_ns, **config)
+        config |= {"transport": self.name, "timeout_ns": timeout_ns}
+        if self.mirrored:
+            group: Group = MirroredGroup(
+                comm, device=self.device_of(rank), sum_format=self.sum_format, **config
+            )
+        else:
+            group = Group(comm, device=self.device_of(rank), **config)
 
         def abort() -> None:
             with contextlib.suppress(NvteEpError):
@@ -47,4 +140,73 @@ class Transport:
         return group
 
 
-TRANSPORTS = [Transport("threads", "threads", run_threads, exact_sums=True)]
+THREADS = Transport(
+    "threads",
+    "threads",
+    "threads",
+    on_device=False,
+    mirrored=False,
+    max_ranks=64,
+    exact_sums=True,
+    mxfp8_sums=True,
+    zero_copy=True,
+    calls_meet=True,
+    examples=250,
+)
+# Shows the mirror itself, without a GPU.
+THREADS_MIRRORED = dataclasses.replace(THREADS, id="threads_mirrored", mirrored=True, examples=40)
+_NCCL: dict[str, Any] = dict.fromkeys(
+    ("names_culprit", "aborts_travel", "creation_times_out", "survives_failures"), False
+)
+_PROCESSES: dict[str, Any] = {"in_processes": True, "examples": 10, "alignments": (1, 32, 128)}
+ALL = [
+    THREADS,
+    Transport("peer_threads", "peer", "threads"),
+    Transport("peer_processes", "peer", "nccl", **_PROCESSES),  # NCCL windows, where this NCCL has them
+    Transport("peer_ipc", "peer", "nccl", variables=(("NVTE_EP_PEER_MEMORY", "ipc"),), **_PROCESSES),
+    Transport("nccl_ep", "nccl_ep", "nccl", **_PROCESSES, **_NCCL),
+    Transport("nccl", "nccl", "nccl", **_PROCESSES, **_NCCL),
+]
+
+
+# ---- processes ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def count_gpus() -> int:
+    try:
+        code, count = _cuda.runtime().cudaGetDeviceCount()
+    except NvteEpError:  # no cuda.bindings
+        return 0
+    return int(count) if int(code) == 0 else 0
+
+
+def environment(rank: int) -> dict[str, str]:
+    """Of a rank's process."""
+    variables = {
+        "JAX_PLATFORMS": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
+    if count_gpus() < MAX_RANKS:  # some share one
+        variables["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    # A framework may load an NCCL of its own, and the first in a process is the one that all use.
+    newer = Path(os.environ.get("NCCL_HOME", ""), "lib", "libnccl.so.2")
+    if newer.is_absolute() and newer.exists():
+        variables["LD_PRELOAD"] = str(newer)
+    return variables
+
+
+def why_not_at(rank: Rank, transport: Transport) -> str | None:
+    """Why the library does not make a group of one rank; None: it does."""
+    try:
+        transport.join(rank, num_experts=1, hidden=32, max_tokens_per_rank=1, recv_capacity=128).close()
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _pool(transport: Transport) -> ProcessPool:
+    pool = ProcessPool(transport.environment)
+    atexit.register(pool.close)
+    return pool

@@ -14,6 +14,7 @@ import numpy as np
 import nvte_ep
 import pytest
 from distributed.launcher import Rank, run_processes, run_threads
+from distributed.transports import environment
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
@@ -231,6 +232,22 @@ def test_peer_threads(setup: Setup) -> None:
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_nccl_processes(setup: Setup) -> None:
     expected = run_threads(setup.ranks, step, setup, "threads", "threads", "cpu")
-    environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    got = run_processes(setup.ranks, step, setup, "nccl", "nccl", "cuda", environment=lambda _: environment)
+    got = run_processes(setup.ranks, step, setup, "nccl", "nccl", "cuda", environment=environment)
+    compare(setup, expected, got)
+
+
+@pytest.mark.parametrize("memory", ("windows", "ipc"))
+@pytest.mark.parametrize("setup", [SETUPS[0], SETUPS[1], SETUPS[5], SETUPS[6], SETUPS[7]], ids=str)
+def test_peer_processes(setup: Setup, memory: str) -> None:
+    """Both ways in which processes address each other's memory; the same kernels run as between threads."""
+    expected = run_threads(setup.ranks, step, setup, "threads", "threads", "cpu")
+    got = run_processes(
+        setup.ranks,
+        step,
+        setup,
+        "peer",
+        "nccl",
+        "cuda",
+        environment=lambda rank: environment(rank) | {"NVTE_EP_PEER_MEMORY": memory},
+    )
     compare(setup, expected, got)

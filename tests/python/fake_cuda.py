@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nvte_ep import _abi, _cuda, _lib
+from nvte_ep import _abi, _cuda, _device_pool, _lib
 
 LAUNCH_SECONDS = 1e-5
 
@@ -97,6 +97,15 @@ class FakeRuntime:
         self.capturing = False
         return self._new()
 
+    def cudaGraphGetNodes(self, graph: object) -> tuple[int, None, int]:
+        return 0, None, 1
+
+    def cudaGetDeviceCount(self) -> tuple[int, int]:
+        return 0, 1
+
+    def cudaSetDevice(self, device: int) -> tuple[int]:
+        return (0,)
+
     def cudaGraphInstantiate(self, graph: object, flags: int) -> tuple[int, object]:
         return self._new()
 
@@ -146,29 +155,36 @@ def install(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
     real_call = _lib.call
 
     def call(name: str, *arguments: Any) -> None:
-        on_device = False
-        for argument in arguments:
-            for struct in _structs(argument):
-                on_device |= struct.device_type == _abi.CONSTANTS["NVTE_EP_DEVICE_CUDA"]
-                struct.device_type = _abi.CONSTANTS["NVTE_EP_DEVICE_CPU"]
-        if on_device and not name.startswith("nvte_ep_operand"):
+        cuda = _abi.CONSTANTS["NVTE_EP_DEVICE_CUDA"]
+        structs = [struct for argument in arguments for struct in _structs(argument)]
+        on_device = [struct for struct in structs if struct.device_type == cuda]
+        for struct in on_device:
+            struct.device_type = _abi.CONSTANTS["NVTE_EP_DEVICE_CPU"]
+        if on_device and not name.startswith(("nvte_ep_operand", "nvte_ep_group")):
             assert arguments[-1], f"{name} on the legacy default stream"
             runtime.captured_calls += runtime.capturing
             arguments = (*arguments[:-1], None)
-        real_call(name, *arguments)
+        try:
+            real_call(name, *arguments)
+        finally:
+            for struct in on_device:
+                struct.device_type = cuda
 
     monkeypatch.setattr(_lib, "call", call)
     monkeypatch.setattr(_cuda, "runtime", lambda: runtime)
+    monkeypatch.setattr(_device_pool, "_pools", {})
 
 
 def _structs(argument: Any) -> list[Any]:
     """Every struct of an argument that says where memory lies."""
-    if isinstance(argument, (_abi.Tensor, _abi.Operand)):
-        return [argument]
-    if isinstance(argument, _abi.CodecOptions):
+    if isinstance(argument, _abi.SizedStruct):
         members = [getattr(argument, name) for name, *_ in argument._fields_]
-        return [found for member in members for found in _structs(member)]
-    contents = getattr(argument, "contents", None) if argument else None
+        found = [inner for member in members for inner in _structs(member)]
+        return [argument, *found] if hasattr(argument, "device_type") else found
+    try:
+        contents = getattr(argument, "contents", None) if argument else None
+    except (TypeError, ValueError):  # a null pointer, a function
+        contents = None
     if contents is None:
         contents = getattr(argument, "_obj", None)  # of ctypes.byref
     return _structs(contents) if contents is not None else []

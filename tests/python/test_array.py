@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import nvte_ep
 import pytest
-from nvte_ep import Array, _cuda
+from nvte_ep import Array, _cuda, _device_pool
 from nvte_ep._dtypes import BY_NAME
 from nvte_ep.array import dlpack_tensor
 
@@ -360,7 +360,10 @@ class FakeRuntime:
         self.device = 0
         self.mode = 0
         self.live: dict[int, int] = {}
-        self.room = 1 << 20
+        self.room = self.total = 1 << 20
+        self.allocated = 0  # in all
+        self.waits = 0  # for the device
+        self.sizes: dict[int, int] = {}
 
     def cudaGetDevice(self) -> tuple[int, int]:
         return 0, self.device
@@ -375,38 +378,119 @@ class FakeRuntime:
 
     def cudaMalloc(self, nbytes: int) -> tuple[int, int]:
         assert self.mode == 2
-        if nbytes > self.room:
+        if sum(self.sizes[address] for address in self.live) + nbytes > self.room:
             return 2, 0
-        address = 0x7000_0000_0000 + 4096 * len(self.live)
-        self.live[address] = self.device
+        address = 0x7000_0000_0000 + 4096 * self.allocated
+        self.allocated += 1
+        self.live[address], self.sizes[address] = self.device, nbytes
         return 0, address
 
     def cudaFree(self, address: int) -> tuple[int]:
+        assert self.mode == 2
         assert self.live.pop(address) == self.device
+        self.waits += 1
         return (0,)
 
+    def cudaMemGetInfo(self) -> tuple[int, int, int]:
+        return 0, self.total, self.total
 
-def test_device_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    """CUDA with no memory of this package's in it yet."""
     cudart = FakeRuntime()
     monkeypatch.setattr(_cuda, "runtime", lambda: cudart)
+    monkeypatch.setattr(_device_pool, "_pools", {})
+    return cudart
+
+
+def test_device_memory_lives_as_long_as_what_is_made_of_it(cudart: FakeRuntime) -> None:
     array = Array.empty((16, 4), "float32", "cuda:3")
     assert array.device == (2, 3)
     assert cudart.live == {array.pointer: 3}
     assert (cudart.device, cudart.mode) == (0, 0)  # as they were
     part = array[3:5]
-    del array
-    gc.collect()
-    assert len(cudart.live) == 1
     capsule = part.__dlpack__(stream=-1)
-    del part
-    gc.collect()
-    assert len(cudart.live) == 1
+    for _ in range(2):
+        nvte_ep.empty_cache()
+        assert len(cudart.live) == 1
+        array = part = None  # type: ignore[assignment]
+        gc.collect()
     del capsule
     gc.collect()
+    assert len(cudart.live) == 1  # kept, though nobody uses it
+    nvte_ep.empty_cache()
     assert cudart.live == {}
+    assert (cudart.device, cudart.mode) == (0, 0)
+
+
+def test_device_memory_is_used_again_after_the_device_was_idle(
+    cudart: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_device_pool, "MOST_BLOCKS", 3)
+    first = [Array.empty(1000, device="cuda:1") for _ in range(4)]
+    addresses = {array.pointer for array in first}
+    assert cudart.waits == 0
+    first.clear()
+    gc.collect()
+    again = Array.empty(1000, device="cuda:1")  # more than three wait: CUDA is asked once, by a release
+    assert cudart.waits == 1
+    assert again.pointer in addresses
+    more = [Array.empty(1000, device="cuda:1") for _ in range(2)]
+    assert {again.pointer, *(array.pointer for array in more)} < addresses
+    assert cudart.allocated == 4
+    other = Array.empty(1000, device="cuda:2")  # another device's
+    assert (cudart.live[other.pointer], cudart.allocated) == (2, 5)
+
+
+def test_nothing_is_used_again_before_the_device_was_idle(cudart: FakeRuntime) -> None:
+    for count in range(1, 20):
+        array = Array.empty(1000, device="cuda")
+        del array
+        gc.collect()
+        assert (cudart.allocated, cudart.waits) == (count, 0)
+
+
+def test_what_waits_is_limited(cudart: FakeRuntime) -> None:
+    limit = cudart.total // _device_pool.SHARE
+    for _ in range(50):
+        array = Array.empty(limit // 3, device="cuda")
+        del array
+        gc.collect()
+        assert sum(cudart.sizes[address] for address in cudart.live) <= 2 * limit + 2 * (limit // 3)
+    assert 0 < cudart.waits < 30
+
+
+def test_out_of_device_memory_gives_back_what_is_kept(cudart: FakeRuntime) -> None:
+    array = Array.empty((3 << 18,), "uint8", "cuda")
+    del array
+    gc.collect()
+    array = Array.empty((1 << 19,), "uint8", "cuda")  # with what is kept there would not be room
+    assert list(cudart.live) == [array.pointer]
     with pytest.raises(nvte_ep.OutOfMemoryError, match="cudaMalloc"):
         Array.empty((1 << 21,), "uint8", "cuda")
     assert (cudart.device, cudart.mode) == (0, 0)
+
+
+def test_a_release_that_fails_uses_nothing_again(
+    cudart: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_device_pool, "MOST_BLOCKS", 1)
+    first = [Array.empty(1000, device="cuda") for _ in range(3)]
+    addresses = {array.pointer for array in first}
+    first.clear()
+    gc.collect()
+    monkeypatch.setattr(FakeRuntime, "cudaFree", lambda self, address: (700,))
+    array = Array.empty(1000, device="cuda")
+    assert array.pointer not in addresses
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 511, 512, 513, 4096, 4097, 10**6, 525_336_576, 2**33 + 1])
+def test_sizes_of_blocks(nbytes: int) -> None:
+    size = _device_pool.block_size(nbytes)
+    assert max(nbytes, 1) <= size <= max(nbytes + 512, nbytes * 9 // 8)
+    assert size % 512 == 0
+    assert _device_pool.block_size(size) == size
 
 
 def test_arguments_that_are_no_sizes_or_types() -> None:

@@ -504,6 +504,7 @@ def test_on_a_device(
     assert runtime.captured_copies > 0
     assert all(result["call_microseconds"] > 0 for result in answer["results"])
     assert runtime.live == set()
+    nvte_ep.empty_cache()
     assert runtime.allocations == {}
 
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from nvte_ep import _cuda
+from nvte_ep import Array, _cuda
+from nvte_ep._dtypes import CUDA_TYPE
 
 DEFAULT, A, B = 0, 0xA0, 0xB0
 
@@ -60,3 +62,17 @@ def test_order(
     monkeypatch.setattr(_cuda, "runtime", lambda: streams)
     _cuda.order(0, first, then)
     assert streams.done == ([("record", first), ("wait", then)] if waits else [])
+
+
+def test_arrays_over_one_memory_share_its_last_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part cut out before the whole was written waits for that write, and the other way round."""
+    streams = Streams(set())
+    monkeypatch.setattr(_cuda, "runtime", lambda: streams)
+    host = np.zeros(64, np.uint8)
+    whole = Array.borrow(host.ctypes.data, host.nbytes, (CUDA_TYPE, 0), host)
+    part = whole[16:32].view("float32").reshape(2, 2)
+    whole.written_on(A)
+    part.wait_on(B)
+    part.written_on(B)
+    whole[:4].wait_on(A)
+    assert streams.done == [("record", A), ("wait", B), ("record", B), ("wait", A)]

@@ -61,7 +61,8 @@ def test_numpy(name: str) -> None:
         [8, 1, 0, 0],
     )
     assert (view.tensor.device_type, view.tensor.device_id) == (1, 0)
-    assert view.owner is array
+    assert view.tensor.owner is None  # whoever calls holds the array
+    assert read(array, lasting=True).tensor.owner is array
 
 
 @pytest.mark.parametrize("name", list(NUMPY_TYPES))

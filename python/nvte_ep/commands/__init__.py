@@ -16,7 +16,7 @@ COMMANDS = {
     "doctor": "what works on this machine, what does not, and the remedy",
     "demo": "an MoE layer, forward and backward, in every wire format: bytes, times, errors",
     "plan": "bytes, memory and the least time of an exchange, for a model and a cluster",
-    "bench": "what the codecs take on this machine, beside a copy of as many bytes",
+    "bench": "what codecs and exchanges take on this machine, beside a copy and beside NCCL EP",
 }
 USAGE_ERROR = 2  # argparse's own
 
@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _limit_blas_threads()
     parser = _parser()
     arguments, unknown = parser.parse_known_args(argv)
+    arguments.argv = list(sys.argv[1:] if argv is None else argv)  # for a command that starts itself again
     if unknown:  # argparse itself would print the usage of nvte-ep, whatever the command
         getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     try:

@@ -8,6 +8,7 @@ import importlib
 # Each is a module bench_<name> here, with add_arguments(parser) and run(arguments) -> exit code.
 BENCHMARKS = {
     "codecs": "every codec by size: time, GB/s, share of a copy's rate, and what PyTorch and Triton take",
+    "ep": "dispatch, combine and their backwards, over one rank or more, beside NCCL EP",
 }
 
 

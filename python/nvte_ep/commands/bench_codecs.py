@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 # ---- the arguments ---------------------------------------------------------------------------------------
 
 
-def _device(argument: str | None) -> Device | None:
+def device_argument(argument: str | None) -> Device | None:
     if argument is None:
         return None
     try:
@@ -116,6 +116,11 @@ def _check(arguments: argparse.Namespace) -> None:
     multiple = max(info.operand_multiple for info in format_info().values())
     if arguments.hidden < multiple or arguments.hidden % multiple:
         raise UsageError(f"--hidden: expected a multiple of {multiple}, got {arguments.hidden}")
+    check_files(arguments)
+
+
+def check_files(arguments: argparse.Namespace) -> None:
+    """That --json, --markdown and --plot can be written in the end."""
     if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not installed here: pip install matplotlib")
     for file in (arguments.json, arguments.markdown, arguments.plot):
@@ -141,10 +146,10 @@ class CopyRate:
     def of(self, nbytes: int) -> Copy:
         """The fastest copy of half as many bytes, which are read and written."""
         if nbytes not in self.known:
-            self.known[nbytes] = self._measure(nbytes)
+            self.known[nbytes] = self.measure(nbytes)
         return self.known[nbytes]
 
-    def _measure(self, nbytes: int) -> Copy:
+    def measure(self, nbytes: int) -> Copy:
         half = _half(nbytes)
         sets = min(self.room // half, self.machine.max_sets)
         pieces = [slice(index * half, (index + 1) * half) for index in range(sets)]
@@ -240,7 +245,7 @@ def _software(frameworks: Frameworks, machine: Machine) -> dict[str, str]:
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     cases = _cases(arguments.only)
-    machine = open_machine(_device(arguments.device))
+    machine = open_machine(device_argument(arguments.device))
     sizes = _sizes(arguments, machine.kind)
     work = _work(cases, sizes, arguments.hidden, machine)
     repeats = REPEATS[arguments.quick]

@@ -189,6 +189,7 @@ class CudaMachine(Machine):
         self.device = (CUDA_TYPE, index)
         self.cudart = _cuda.runtime()
         self.cache_bytes = self._attribute("cudaDevAttrL2CacheSize")
+        self.multiprocessors = self._attribute("cudaDevAttrMultiProcessorCount")
         # One that does not wait for the legacy default stream: nothing else may get between two calls.
         self._stream = self._do("cudaStreamCreateWithFlags", self.cudart.cudaStreamNonBlocking)
         self.stream = int(self._stream)
@@ -196,6 +197,10 @@ class CudaMachine(Machine):
     def _do(self, name: str, *arguments: Any) -> Any:
         with _cuda.use_device(self.device[1]):
             return _cuda._check(name, getattr(self.cudart, name)(*arguments))
+
+    def use(self) -> None:
+        """Makes it the current device of this thread, for libraries that work on that."""
+        _cuda._check("cudaSetDevice", self.cudart.cudaSetDevice(self.device[1]))
 
     def _attribute(self, name: str) -> int:
         return int(
@@ -210,7 +215,7 @@ class CudaMachine(Machine):
             "kind": self.kind,
             "name": device["name"],
             "compute_capability": device["compute_capability"],
-            "multiprocessors": self._attribute("cudaDevAttrMultiProcessorCount"),
+            "multiprocessors": self.multiprocessors,
             "memory_bytes": device["memory_bytes"],
             "cache_bytes": self.cache_bytes,
             "driver": _driver_release(),
@@ -263,19 +268,36 @@ class CudaMachine(Machine):
         call_microseconds = (time.perf_counter() - started) / len(some) * 1e6
         self.synchronize()
         rounds = 1
-        with self._graph(calls) as graph:
-            once = self._replays(graph, 2)[-1]
+        with self.graph(calls) as graph:
+            once = self.replays(graph, 2)[-1]
         rounds = min(math.ceil(self.MIN_MICROSECONDS / once), self.MAX_CALLS // len(calls))
         rounds = max(rounds, 1)
-        with self._graph(list(calls) * rounds) as graph:
-            self._replays(graph, self.WARM_REPLAYS)
-            samples = self._replays(graph, repeats)
+        with self.graph(list(calls) * rounds) as graph:
+            self.replays(graph, self.WARM_REPLAYS)
+            samples = self.replays(graph, repeats)
         number = len(calls) * rounds
         return Timing(tuple(sample / number for sample in samples), number, call_microseconds)
 
+    def nodes(self, call: Call) -> int:
+        """What one call puts on the device: kernels, copies and fills."""
+        with self._capture([call]) as graph:
+            code, _, number = self.cudart.cudaGraphGetNodes(graph)
+        _cuda._check("cudaGraphGetNodes", (code,))
+        return int(number)
+
     @contextlib.contextmanager
-    def _graph(self, calls: Sequence[Call]) -> Iterator[Any]:
+    def graph(self, calls: Sequence[Call]) -> Iterator[Any]:
         """The calls as a CUDA graph, ready to be launched."""
+        with self._capture(calls) as graph:
+            executable = self._do("cudaGraphInstantiate", graph, 0)
+            try:
+                yield executable
+            finally:
+                self.synchronize()
+                self._do("cudaGraphExecDestroy", executable)
+
+    @contextlib.contextmanager
+    def _capture(self, calls: Sequence[Call]) -> Iterator[Any]:
         mode = self.cudart.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._do("cudaStreamBeginCapture", self.stream, mode)
         try:
@@ -286,23 +308,23 @@ class CudaMachine(Machine):
             raise
         graph = self._do("cudaStreamEndCapture", self.stream)
         try:
-            executable = self._do("cudaGraphInstantiate", graph, 0)
-            try:
-                yield executable
-            finally:
-                self.synchronize()
-                self._do("cudaGraphExecDestroy", executable)
+            yield graph
         finally:
             self._do("cudaGraphDestroy", graph)
 
-    def _replays(self, graph: Any, repeats: int) -> list[float]:
+    def replays(self, graph: Any, repeats: int) -> list[float]:
         """Microseconds of each of some launches."""
+        cudart, stream = self.cudart, self.stream
         events = [(self._do("cudaEventCreate"), self._do("cudaEventCreate")) for _ in range(repeats)]
+        answers = []
         try:
-            for before, after in events:
-                self._do("cudaEventRecord", before, self.stream)
-                self._do("cudaGraphLaunch", graph, self.stream)
-                self._do("cudaEventRecord", after, self.stream)
+            with _cuda.use_device(self.device[1]):  # once: the device must not wait for the host between them
+                for before, after in events:
+                    answers.append(cudart.cudaEventRecord(before, stream))
+                    answers.append(cudart.cudaGraphLaunch(graph, stream))
+                    answers.append(cudart.cudaEventRecord(after, stream))
+            for answer in answers:
+                _cuda._check("cudaGraphLaunch", answer)
             self.synchronize()
             return [float(self._do("cudaEventElapsedTime", before, after)) * 1e3 for before, after in events]
         finally:

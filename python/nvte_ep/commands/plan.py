@@ -1,16 +1,18 @@
-"""Bytes, memory and the least time of the exchanges of an MoE layer, for a model and a number of ranks beyond
-what this machine has. Nothing is run: the numbers follow from uniform routing (every set of top-k experts
-equally likely), from the row sizes of the library, and from the rates that you give. A time is a floor: bytes
-over rate.
+"""Bytes, memory and times of the exchanges of an MoE layer, for a model and a number of ranks beyond what
+this machine has. Nothing is run: the numbers follow from uniform routing (every set of top-k experts equally
+likely), from the row sizes of the library, and from the rates that you give. A floor is bytes over rate; an
+expected time is what figures of `nvte-ep bench ep` make of it.
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from nvte_ep.commands._expect import Cluster
+from nvte_ep.commands._figures import DEFAULT, Figures, load
 from nvte_ep.commands._report import UsageError, pairs, print_json, size, table
 from nvte_ep.communicator import Communicator, unique_id
 from nvte_ep.errors import NvteEpError
@@ -72,6 +74,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="G",
         help="GB/s of a rank's memory, read + write (4200)",
     )
+    figures = parser.add_argument_group("expected times")
+    figures.add_argument(
+        "--figures",
+        type=Path,
+        metavar="FILE",
+        help="JSON of nvte-ep bench ep to go by (those of an H200 that come with the package)",
+    )
+    figures.add_argument("--no-figures", action="store_true", help="floors only")
+    figures.add_argument(
+        "--transport", default="peer", metavar="NAME", help="whose figures: peer, nccl_ep, nccl (peer)"
+    )
     how = parser.add_argument_group("how it runs")
     how.add_argument("--format", metavar="LIST", help="wire formats of dispatch and combine backward (all)")
     how.add_argument(
@@ -107,6 +120,7 @@ class Setting:
     formats: list[str]
     combine: str
     headroom: float
+    figures: Figures | None
 
 
 def _setting(arguments: argparse.Namespace) -> Setting:
@@ -157,7 +171,14 @@ def _setting(arguments: argparse.Namespace) -> Setting:
         formats,
         arguments.combine,
         arguments.headroom,
+        _figures(arguments),
     )
+
+
+def _figures(arguments: argparse.Namespace) -> Figures | None:
+    if arguments.no_figures or (arguments.figures is None and not DEFAULT.is_file()):
+        return None
+    return load(arguments.figures or DEFAULT, arguments.transport)
 
 
 @dataclass(frozen=True)
@@ -192,6 +213,7 @@ class FormatPlan:
     training_operand_bytes: int  # with the columnwise parts
     layer_microseconds: float  # forward: dispatch and combine
     training_layer_microseconds: float  # and backward: the same again
+    expected: dict[str, float | None]  # microseconds by the figures; None: they lack something
 
 
 def _plan_format(setting: Setting, name: str, capacity: int) -> FormatPlan:
@@ -219,7 +241,48 @@ def _plan_format(setting: Setting, name: str, capacity: int) -> FormatPlan:
         ]
         rowwise, training = sizes
     forward = dispatch.microseconds + combine.microseconds
-    return FormatPlan(name, width, dispatch, combine, rowwise, training, forward, 2 * forward)
+    expected = {} if setting.figures is None else _expected(setting, setting.figures, name, dispatch, combine)
+    return FormatPlan(name, width, dispatch, combine, rowwise, training, forward, 2 * forward, expected)
+
+
+def _expected(
+    setting: Setting, figures: Figures, name: str, dispatch: Exchange, combine: Exchange
+) -> dict[str, float | None]:
+    """Times of the calls and of a layer, prepare included, by the figures."""
+    cluster = setting.cluster
+    width = row_bytes(name, setting.hidden)
+    if name == "bf16":
+        received = with_columns = "decoded"
+        more = dispatch
+    else:
+        received, with_columns = "operand", "operand + columns"
+        memory = 2 * setting.hidden * cluster.tokens + 2 * cluster.slots * width
+        more = _exchange(setting, width, memory)
+    rounding = " stochastic" if name == "nvfp4" else ""
+    routing = _exchange(setting, 0, 8 * cluster.tokens * cluster.top_k * cluster.ranks + 8 * cluster.slots)
+    calls = {
+        "prepare": figures.microseconds("prepare", routing.microseconds),
+        "dispatch": figures.microseconds(f"dispatch {name} -> {received}", dispatch.microseconds),
+        "training dispatch": figures.microseconds(f"dispatch {name} -> {with_columns}", more.microseconds),
+        "combine": figures.microseconds(f"combine {setting.combine}", combine.microseconds),
+        "combine_backward": figures.microseconds(
+            f"combine_backward {name}{rounding} -> {with_columns}", more.microseconds
+        ),
+        "dispatch_backward": figures.microseconds(
+            f"dispatch_backward {setting.combine}", combine.microseconds
+        ),
+    }
+
+    def together(*names: str) -> float | None:
+        found = [calls[name] for name in names]
+        return None if None in found else sum(time for time in found if time is not None)
+
+    return calls | {
+        "layer": together("prepare", "dispatch", "combine"),
+        "training layer": together(
+            "prepare", "training dispatch", "combine", "combine_backward", "dispatch_backward"
+        ),
+    }
 
 
 def _group_memory(setting: Setting, capacity: int) -> dict[str, Any]:
@@ -275,6 +338,15 @@ def _document(setting: Setting) -> dict[str, Any]:
             "slots": cluster.slots,
             "slots_worst": cluster.worst_capacity,
             "recv_capacity": capacity,
+        },
+        "figures": None
+        if setting.figures is None
+        else {
+            "source": setting.figures.source,
+            "device": setting.figures.device,
+            "ranks": setting.figures.ranks,
+            "transport": setting.figures.transport,
+            "rules": {name: asdict(rule) for name, rule in setting.figures.rules.items()},
         },
         "group_memory": _group_memory(setting, capacity),
         "formats": [asdict(_plan_format(setting, name, capacity)) for name in setting.formats],
@@ -361,6 +433,20 @@ def _print_report(setting: Setting, document: dict[str, Any]) -> None:
                 lambda plan: _duration(setting.layers * plan["training_layer_microseconds"]),
             )
         )
+    if setting.figures is not None:
+        rows.append(("time expected by the figures",))
+        rows += [
+            row(name, lambda plan, name=name: _expected_text(plan["expected"][name]))
+            for name in plans[0]["expected"]
+        ]
+        if setting.layers > 1:
+            for name in ("layer", "training layer"):
+                rows.append(
+                    row(
+                        f"{setting.layers} x {name}",
+                        lambda plan, name=name: _expected_text(plan["expected"][name], setting.layers),
+                    )
+                )
     print("\n" + "\n".join(table(rows)) + "\n")
     if "error" in memory:
         held = f"cannot be told here: {memory['error']}"
@@ -377,7 +463,24 @@ def _print_report(setting: Setting, document: dict[str, Any]) -> None:
             "between ranks. Real routing is uneven: the fullest rank decides",
         ),
     ]
+    if setting.figures is not None:
+        source = "the package" if document["figures"]["source"] == str(DEFAULT) else setting.figures.source
+        ranks = f"{setting.figures.ranks} rank{'s' if setting.figures.ranks > 1 else ''}"
+        notes.append(
+            (
+                "figures",
+                f"of {source}: {setting.figures.transport} with {ranks} on {setting.figures.device}, a "
+                "fixed part and a multiple of the floor for each call. A layer: prepare, dispatch, combine; "
+                "training: dispatch with columnwise parts, and both backwards",
+            )
+        )
     print("\n".join(pairs(notes)))
+
+
+def _expected_text(microseconds: float | None, layers: int = 1) -> str:
+    if microseconds is None:
+        return "-"
+    return f"{_microseconds(microseconds)} us" if layers == 1 else _duration(layers * microseconds)
 
 
 def run(arguments: argparse.Namespace) -> int:

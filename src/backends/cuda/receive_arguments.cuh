@@ -10,7 +10,7 @@
 #define NVTE_EP_BACKENDS_CUDA_RECEIVE_ARGUMENTS_CUH_
 
 #include "backends/cuda/launch.h"
-#include "device/e4m3.cuh"
+#include "device/row_rescale.cuh"
 #include "device/scale_tiles.cuh"
 #include "device/slabs.cuh"
 #include "formats/nvfp4.h"
@@ -18,7 +18,8 @@
 namespace nvte_ep {
 
 constexpr int kTileColumns = 256;  // columns of tokens that a block of the tile kernels has in shared memory
-constexpr uint8_t kIllegalExponent = 255;
+using device::kIllegalExponent;
+using device::RowRescale;
 
 struct ReceiveArguments {
   const uint8_t* rows;  // packed
@@ -89,45 +90,6 @@ struct ReceiveArguments {
     return linear ? column_scales<Nvfp4::kBlock>(slab) + h * (slab.rows / Nvfp4::kBlock) + block
                   : column_tile<Nvfp4::kBlock>(slab, h / kScaleTileRows, block / 4);
   }
-};
-
-// Requantises the scales of one row to the expert's exponent, four at a time. Eight bytes, so that a tile's
-// rows fit shared memory.
-class RowRescale {
- public:
-  RowRescale() = default;
-  __device__ __forceinline__ RowRescale(float token_scale, uint8_t expert_exponent) {
-    int k;
-    const Nvfp4::ScaleKind kind = Nvfp4::classify(token_scale, &k);
-    const int shift = static_cast<int>(expert_exponent) + Nvfp4::kMinExponent - k;
-    const bool live = kind == Nvfp4::ScaleKind::kLive && expert_exponent != kIllegalExponent;
-    const bool nan = kind == Nvfp4::ScaleKind::kNan || expert_exponent == kIllegalExponent;
-    // A zero token's scales become 0, but a NaN stays one.
-    factor_ = live ? device::half_exp2_down(shift < 0 ? 0 : (shift > 24 ? 24 : shift)) : 0u;
-    set_ = nan ? 0x7F7F7F7F : (live && shift < 0 ? shift : 0);
-  }
-
-  __device__ __forceinline__ uint32_t operator()(uint32_t codes, bool* misfit) const {
-    if (set_ < 0) return scale_up(codes, misfit);
-    return device::e4m3x4_scale_down(codes, factor_) | static_cast<uint32_t>(set_);
-  }
-
- private:
-  // The row lies above a fixed expert scale.
-  __device__ __forceinline__ uint32_t scale_up(uint32_t codes, bool* misfit) const {
-    uint32_t out = 0;
-#pragma unroll 1
-    for (int i = 0; i < 4; ++i, codes >>= 8) {
-      const uint8_t magnitude = codes & 0x7Fu;
-      const uint8_t code = e4m3_scale_exponent(magnitude, set_);
-      *misfit |= e4m3_scale_exponent(code, -set_) != magnitude;
-      out = (out >> 8) | (static_cast<uint32_t>(code) << 24);
-    }
-    return out;
-  }
-
-  uint32_t factor_;  // FP16 2^-shift, twice
-  int32_t set_;      // ORed into every scale; below 0: the (negative) shift of a row that is too large
 };
 
 }  // namespace nvte_ep

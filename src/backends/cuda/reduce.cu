@@ -1,12 +1,9 @@
 // Slots to and from the rows of the ranks: the steps of dispatch and combine, forward and backward.
-#include <type_traits>
-
 #include "backends/cuda/launch_kernel.h"
 #include "backends/cuda/row_threads.h"
+#include "device/elements.cuh"
 #include "device/memory.cuh"
-#include "device/tokens.cuh"
 #include "device/warp.cuh"
-#include "formats/mxfp8.h"
 
 namespace nvte_ep {
 namespace {
@@ -71,41 +68,6 @@ __global__ void __launch_bounds__(kThreads, 4) gather_rows(const GatherRows g, i
 
 // ---- slots to tokens --------------------------------------------------------------------------------------
 
-template <typename Token>
-struct Elements {  // the 16 bytes of one access
-  static constexpr int kCount = 16 / Token::kBytes;
-  float x[kCount];
-
-  __device__ __forceinline__ void load(const uint8_t* from, int alignment) {
-    unpack(load16(from, alignment));
-  }
-  __device__ __forceinline__ void unpack(uint4 v) {
-    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if constexpr (Token::kBytes == 4) {
-        x[i] = bits_float(w[i]);
-      } else {
-        x[i] = i % 2 ? Token::hi(w[i / 2]) : Token::lo(w[i / 2]);
-      }
-    }
-  }
-  __device__ __forceinline__ void store(uint8_t* to, int alignment) const {
-    uint32_t w[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (std::is_same_v<Token, Bf16Token>) {
-        w[i] = floats_to_bf16x2(x[2 * i], x[2 * i + 1]);
-      } else if constexpr (std::is_same_v<Token, Fp16Token>) {
-        w[i] = floats_to_fp16x2(x[2 * i], x[2 * i + 1]);
-      } else {
-        w[i] = float_bits(canonical_nan(x[i]));
-      }
-    }
-    store16(to, make_uint4(w[0], w[1], w[2], w[3]), alignment);
-  }
-};
-
 struct ReduceArguments {
   ReduceRows r;
   int64_t result_stride;  // bytes
@@ -139,30 +101,6 @@ struct SlotPart {
     }
   }
 };
-
-// What a partial row becomes when it crosses in MXFP8: lanes that share a block of 32 agree on its scale.
-template <typename Token>
-__device__ __forceinline__ void round_to_mxfp8(Elements<Token>* e) {
-  constexpr int kLanes = Mxfp8::kBlock / Elements<Token>::kCount;
-  const unsigned mine = ((1u << kLanes) - 1u) << (lane_id() / kLanes * kLanes);
-  float amax = bits_float(kNanBits);  // fmaxf drops NaNs, unless there is nothing else
-#pragma unroll
-  for (int i = 0; i < Elements<Token>::kCount; ++i) amax = fmaxf(amax, fabsf(e->x[i]));
-#pragma unroll
-  for (int d = 1; d < kLanes; d *= 2) amax = fmaxf(amax, __shfl_xor_sync(mine, amax, d));
-  const uint8_t scale = Mxfp8::scale(amax);
-  const float multiplier = e8m0_inverse(scale);
-#pragma unroll
-  for (int i = 0; i < Elements<Token>::kCount; ++i) {
-    e->x[i] = Mxfp8::decode(float_to_e4m3(mul_rn(e->x[i], multiplier)), scale);
-  }
-}
-
-template <typename Token>
-__device__ __forceinline__ void clear(Elements<Token>* e) {
-#pragma unroll
-  for (int i = 0; i < Elements<Token>::kCount; ++i) e->x[i] = 0.0f;
-}
 
 template <typename Token, bool kMxfp8Partials>
 __global__ void __launch_bounds__(kRowThreads, 4)

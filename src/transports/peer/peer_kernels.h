@@ -5,14 +5,9 @@
 #include <cstdint>
 
 #include "core/status.h"
+#include "transports/peer/peer_memory.h"
 
 namespace nvte_ep {
-
-// What a device tells its host when a meeting fails; written once.
-struct MeetingReport {
-  int32_t status;  // nvte_ep_status_t; 0: nothing
-  int32_t rank;    // the one that did not come, or that ended the group
-};
 
 // One rank's part of the flags through which the ranks of a group meet. All pointers are device pointers but report and
 // ended, which lie in host memory that the device reads and writes.

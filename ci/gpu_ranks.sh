@@ -1,0 +1,152 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Everything that several ranks on GPUs have to show: the distributed suites on every transport of device memory (a killed
+# peer among them), a soak with random delays, and `nvte-ep bench ep`. On as many GPUs as there are; ranks share them where
+# there are fewer. A call takes nine minutes at most and each part has its limit; what went well is not done again by the
+# next call, so that a run that was cut off goes on where it was.
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+usage() {
+  cat <<'TEXT'
+usage: ci/gpu_ranks.sh [--ranks N] [--parts PART,...] [--transports NAME,...] [--quick] [--out DIR] [--again]
+  --ranks N      the most ranks of a case of the table, and the ranks of soak and bench
+                 (default: the number of GPUs; for the suites at least 4)
+  --quick        of the suites: no case of more than N ranks, and not what is the same on every transport; a short soak
+  --parts        of build,suites,soak,bench (default: these) and sanitizer
+  --transports   of peer_threads,peer_processes,peer_ipc,nccl_ep,nccl (default: all but peer_ipc; one that cannot run is
+                 a failure)
+  --out DIR      logs and figures (default: $OUT, else build/gpu_ranks)
+  --again        also what went well already
+Environment: NVTE_EP_BUILD_DIR (build: the GPU side goes to build-gpu), PYTHON (python3), CUDACXX, and NCCL_HOME where the
+             NCCL to use is not the first that is found
+TEXT
+}
+
+ranks="" parts=build,suites,soak,bench transports=peer_threads,peer_processes,nccl_ep,nccl again=0 quick=0
+out="${OUT:-$BUILD_DIR/gpu_ranks}"
+while [[ $# -gt 0 ]]; do
+  case "$1" in
+    --ranks) ranks="$2"; shift ;;
+    --parts) parts="$2"; shift ;;
+    --transports) transports="$2"; shift ;;
+    --out) out="$2"; shift ;;
+    --again) again=1 ;;
+    --quick) quick=1 ;;
+    -h | --help) usage; exit 0 ;;
+    *) usage >&2; die "unknown argument: $1" ;;
+  esac
+  shift
+done
+for part in ${parts//,/ }; do
+  [[ ,build,suites,soak,bench,sanitizer, == *,"$part",* ]] || die "--parts: unknown '$part'"
+done
+gpus="$(nvidia-smi --query-gpu=name --format=csv,noheader | grep -c . || true)"
+[[ $gpus -ge 1 ]] || die "there is no GPU"
+ranks="${ranks:-$gpus}"
+several=$((ranks > 2 ? ranks : 2))  # one has no peer
+mkdir -p "$out"
+out="$(realpath "$out")"
+python="${PYTHON:-python3}"
+build="$BUILD_DIR-gpu"
+export NVTE_EP_LIBRARY="$build/src/libnvte_ep.so" NVTE_EP_BUILD_DIR="$build"
+export PYTHONPATH="$ROOT/python:$ROOT/tests" PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+export NVTE_EP_MAX_RANKS="$((ranks > 4 ? ranks : 4))"
+[[ $quick -eq 0 ]] || NVTE_EP_MAX_RANKS="$several"
+export NVTE_EP_REQUIRE="${NVTE_EP_REQUIRE:-cuda,conformance_ranks}"
+[[ $several -le $gpus ]] || export NCCL_MULTI_RANK_GPU_ENABLE=1
+# A framework may bring an NCCL of its own, and the first that a process loads is the one that it uses.
+preload=(env)
+[[ ! -f ${NCCL_HOME:-}/lib/libnccl.so.2 ]] || preload=(env LD_PRELOAD="$NCCL_HOME/lib/libnccl.so.2")
+cd "$ROOT"
+end=$((SECONDS + 530))  # of nine minutes
+nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader | tee "$out/devices.txt"
+
+# step NAME SECONDS COMMAND...: runs it once. Keeps its log, and in NAME.result how it went.
+step() {
+  local name="$1" limit="$2" begin=$SECONDS code=0
+  shift 2
+  if [[ $again -eq 0 && $name != build ]] && grep -qs '^ok ' "$out/$name.result"; then
+    echo "$name: done already"
+    return
+  fi
+  [[ $limit -lt $((end - SECONDS)) ]] || limit=$((end - SECONDS))
+  if [[ $limit -lt 5 ]]; then
+    echo "LEFT-OUT 0 no time left: run the script again" | tee "$out/$name.result"
+    return
+  fi
+  say "$name (at most $limit s)"
+  timeout --kill-after=5 "$limit" "$@" >"$out/$name.log" 2>&1 || code=$?
+  local how="ok"
+  [[ $code -eq 0 ]] || how="FAILED"
+  [[ $code -ne 124 && $code -ne 137 ]] || how="TIME-OUT"
+  # The last line that says something.
+  echo "$how $((SECONDS - begin)) $(grep -v '^ *$' "$out/$name.log" | tail -1 | tr -d '=' | cut -c1-110)" >"$out/$name.result"
+  echo "$name: $(cat "$out/$name.result")"
+  [[ $code -eq 0 ]] || grep -E '^(FAILED|ERROR|E  )' "$out/$name.log" | sort -u | cut -c1-200 | head -20 || true
+}
+
+for part in ${parts//,/ }; do
+  case "$part" in
+    build)
+      if ! command -v cmake >/dev/null || ! command -v ninja >/dev/null; then venv_with "$VENV" cmake ninja; fi
+      # shellcheck disable=SC2016 # the inner shell expands them
+      PATH="$PATH:$VENV/bin" step build 150 bash -ec '
+        cmake -S "$ROOT" -B "$NVTE_EP_BUILD_DIR" -G Ninja -DNVTE_EP_CUDA=ON -DNVTE_EP_BUILD_TESTS=ON
+        cmake --build "$NVTE_EP_BUILD_DIR" --target nvte_ep conformance_ranks soak_peer'
+      ;;
+    suites)
+      suite=("$python" -m pytest -p no:cacheprovider -q --tb=short -o faulthandler_timeout=120 -o junit_family=xunit1
+        --durations 15)
+      names=(steps capture failures programs identities)
+      [[ $quick -eq 1 ]] || names+=(checklist fidelity gradients routing_properties stochastic)
+      tests=("${names[@]/#/tests/distributed/test_}")
+      tests=("${tests[@]/%/.py}")
+      # All at once: most of their time is the CPU's, which works out what must come.
+      for transport in ${transports//,/ }; do
+        NVTE_EP_TRANSPORTS="$transport" step "suite_$transport" 240 "${suite[@]}" --junit-xml "$out/suite_$transport.xml" \
+          "${tests[@]}" &
+      done
+      wait
+      ;;
+    soak)
+      soak=("${preload[@]}" "$build/tests/cuda/soak_peer" --ranks "$several" --gpus "$gpus")
+      passes=$((quick ? 5 : 50))
+      if [[ ,$transports, == *,peer_threads,* ]]; then
+        step soak_threads 60 "${soak[@]}" --passes "$passes"
+        step soak_threads_graph 60 "${soak[@]}" --passes "$passes" --graph
+        step soak_threads_groups 30 "${soak[@]}" --passes 5 --groups 3
+      fi
+      [[ ,$transports, == *,peer_processes,* ]] || continue
+      [[ $several -le $gpus ]] || soak+=(--iterations 100)  # they take turns on a GPU
+      for memory in windows ipc; do
+        export NVTE_EP_PEER_MEMORY="$memory"
+        step "soak_$memory" 45 "${soak[@]}" --kind processes --seconds 15
+        step "killed_peer_$memory" 30 "${soak[@]}" --kind processes --timeout 2 --kill 1
+        step "stalled_peer_$memory" 30 "${soak[@]}" --kind processes --timeout 2 --stall 1
+      done
+      unset NVTE_EP_PEER_MEMORY
+      ;;
+    sanitizer)
+      for tool in memcheck racecheck; do
+        for transport in peer nccl; do
+          step "${tool}_$transport" 90 "$python" -m distributed.programs --ranks 2 compute-sanitizer --tool "$tool" \
+            --error-exitcode 9 --print-limit 20 "$build/tests/cuda/conformance_ranks" "$transport"
+        done
+      done
+      ;;
+    bench)
+      step bench 110 "${preload[@]}" "$python" -m nvte_ep bench ep --quick --ranks "$ranks" --json "$out/ep.json" \
+        --markdown "$out/ep.md"
+      ;;
+  esac
+done
+
+say "$ranks ranks on $gpus GPUs"
+printf '%-22s %-9s %6s  %s\n' part result s "last line"
+failed=0
+for result in "$out"/*.result; do
+  read -r how seconds line <"$result"
+  [[ $how == ok ]] || failed=1
+  printf '%-22s %-9s %6s  %s\n' "$(basename "$result" .result)" "$how" "$seconds" "$line"
+done
+exit $failed

@@ -1,0 +1,512 @@
+"""Times of prepare, dispatch, combine and their backwards over one rank or more, in every wire format, by
+every transport that works here, with NCCL EP called directly in the same run as the peer to beat.
+
+Ranks are processes, one for each GPU: --ranks N starts them, and torchrun, mpirun and srun do as well. With
+--threads they are threads of this process, on one GPU or several. What was received is compared with the host
+backend on the timed buffers. Exit code 1: a byte differs, or an operation failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from nvte_ep import _cuda, job
+from nvte_ep._dtypes import CPU, Device
+from nvte_ep.commands._checks import Checks
+from nvte_ep.commands._report import Progress, UsageError
+from nvte_ep.commands.bench_codecs import CopyRate, check_files, device_argument
+from nvte_ep.commands.bench_ep_clock import Clock, CudaClock, HostClock, Recorder
+from nvte_ep.commands.bench_ep_data import Data, Operation, Shape, floor, operations, step_operations
+from nvte_ep.commands.bench_ep_goals import goal, memory_goal
+from nvte_ep.commands.bench_ep_library import Library, Sampling, Side, Work
+from nvte_ep.commands.bench_ep_nccl import NAME as NCCL
+from nvte_ep.commands.bench_ep_nccl import SendReceive
+from nvte_ep.commands.bench_ep_nccl_ep import NAME as NCCL_EP
+from nvte_ep.commands.bench_ep_nccl_ep import Direct
+from nvte_ep.commands.bench_ep_output import document, markdown, plot, text
+from nvte_ep.commands.bench_ep_ranks import Processes, Ranks, run_threads
+from nvte_ep.commands.bench_ep_report import Figure, HostCall, Report, Row, Section
+from nvte_ep.commands.bench_instead import Frameworks
+from nvte_ep.commands.bench_machine import CudaMachine, HostMachine, Machine, cuda_reason
+from nvte_ep.errors import NvteEpError, Status, UnsupportedError
+from nvte_ep.formats import format_info
+from nvte_ep.library import abi_version, version
+
+T = TypeVar("T")
+
+LAYER = Shape(4096, 7168, 8, 64, 128)
+DECODE = Shape(128, 7168, 8, 64, 16)
+SHAPES = [LAYER, Shape(4096, 7168, 8, 256, 128), Shape(8192, 4096, 6, 64, 16), DECODE]
+QUICK_SHAPES = [LAYER, DECODE]
+HOST_SHAPES = [Shape(64, 256, 4, 16, 32)]
+DECODE_TOKENS = 512  # whole steps are measured too up to here
+REPEATS = {"cuda": (30, 10), "cpu": (5, 3)}  # and with --quick
+COPY_BYTES = {"cuda": 4 * 10**9, "cpu": 10**8}
+COPY_RUNS = {"cuda": 5, "cpu": 1}
+TRANSPORTS = ("peer", "nccl_ep", "nccl")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    who = parser.add_argument_group("the ranks")
+    who.add_argument("--ranks", type=int, metavar="N", help="how many (1, or those that a launcher started)")
+    who.add_argument(
+        "--threads",
+        action="store_true",
+        help="ranks are threads of this process, as they are on the host: peer only",
+    )
+    who.add_argument("--device", metavar="D", help="cuda or cpu (cuda where the library has it)")
+    who.add_argument("--transports", metavar="LIST", help="of " + ", ".join(TRANSPORTS) + " (all that work)")
+    who.add_argument("--no-nccl-ep", action="store_true", help="not NCCL EP itself beside them")
+    who.add_argument(
+        "--nccl-ep-sms",
+        metavar="LIST",
+        help="multiprocessors to try it with, 0 for its default; each takes it compilations "
+        "(0,24 for rows, 0,132 for sums; --quick: 0, and 132)",
+    )
+    who.add_argument(
+        "--num-sms", type=int, default=0, metavar="N", help="multiprocessors for every side (as it likes)"
+    )
+    what = parser.add_argument_group("what is measured: lists are combined; without any, the usual shapes")
+    what.add_argument("--tokens", metavar="LIST", help="of a rank, e.g. 128,1024,4096,8192")
+    what.add_argument("--hidden", metavar="LIST", help="elements of a token (7168)")
+    what.add_argument("--top-k", metavar="LIST", help="experts of a token (8)")
+    what.add_argument("--experts", metavar="LIST", help="of all ranks, e.g. 64,256 (64)")
+    what.add_argument("--alignment", metavar="LIST", help="slots of an expert are a multiple (128)")
+    what.add_argument(
+        "--only", metavar="LIST", help='operations whose name contains one of these, e.g. "combine,nvfp4 ->"'
+    )
+    what.add_argument("--no-host", action="store_true", help="not the host time of calls")
+    what.add_argument("--quick", action="store_true", help="two shapes, few repeats: a first look")
+    what.add_argument(
+        "--check-all", action="store_true", help="compare every slot, not only those of some experts"
+    )
+    what.add_argument(
+        "--link-gbps",
+        type=float,
+        default=380.0,
+        metavar="G",
+        help="GB/s between ranks, one direction, for the floor (380)",
+    )
+    how = parser.add_argument_group("output")
+    how.add_argument("--json", type=Path, metavar="FILE", help="write every figure as JSON, as it comes")
+    how.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown")
+    how.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="plot the times; .pdf and .svg too; needs matplotlib"
+    )
+    how.add_argument(
+        "--progress",
+        action="store_true",
+        default=None,
+        help="progress on standard error, also where that is no terminal",
+    )
+
+
+# ---- the arguments ---------------------------------------------------------------------------------------
+
+
+def _numbers(option: str, value: str | None, otherwise: list[int], least: int = 1) -> list[int]:
+    if value is None:
+        return otherwise
+    try:
+        numbers = [int(part) for part in value.split(",")]
+    except ValueError:
+        numbers = [least - 1]
+    if min(numbers) < least:
+        raise UsageError(f"--{option}: expected numbers from {least} on, e.g. 128,4096, got {value!r}")
+    return list(dict.fromkeys(numbers))
+
+
+def _shapes(arguments: argparse.Namespace, kind: str, ranks: int) -> list[Shape]:
+    lists = [getattr(arguments, name) for name in ("tokens", "hidden", "top_k", "experts", "alignment")]
+    if all(value is None for value in lists):
+        shapes = HOST_SHAPES if kind == "cpu" else QUICK_SHAPES if arguments.quick else SHAPES
+    else:
+        base = HOST_SHAPES[0] if kind == "cpu" else LAYER
+        shapes = [
+            Shape(tokens, hidden, top_k, experts, alignment)
+            for experts in _numbers("experts", arguments.experts, [base.experts])
+            for hidden in _numbers("hidden", arguments.hidden, [base.hidden])
+            for top_k in _numbers("top-k", arguments.top_k, [base.top_k])
+            for alignment in _numbers("alignment", arguments.alignment, [base.alignment])
+            for tokens in _numbers("tokens", arguments.tokens, [base.tokens])
+        ]
+    multiple = max(info.operand_multiple for info in format_info().values())
+    for shape in shapes:
+        if shape.hidden % multiple:
+            raise UsageError(f"--hidden: expected multiples of {multiple}, got {shape.hidden}")
+        if shape.experts % ranks:
+            raise UsageError(f"--experts: must divide evenly over {ranks} ranks, got {shape.experts}")
+        if shape.top_k > shape.experts:
+            raise UsageError(f"--top-k: at most {shape.experts}, the number of experts, got {shape.top_k}")
+        if shape.alignment & (shape.alignment - 1):
+            raise UsageError(f"--alignment: powers of two, got {shape.alignment}")
+    return list(dict.fromkeys(shapes))
+
+
+def _wanted(shape: Shape, only: str | None) -> list[Operation]:
+    decode = step_operations() if shape.tokens <= DECODE_TOKENS else []
+    found = [
+        operation
+        for operation in [*operations(), *decode]
+        if not operation.columnwise or shape.alignment >= format_info()[operation.wire].columnwise_alignment
+    ]
+    if only is None:
+        return found
+    wanted = [part.strip() for part in only.split(",") if part.strip()]
+    return [operation for operation in found if any(part in operation.key for part in wanted)]
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    check_files(arguments)
+    if arguments.only is not None:
+        known = [operation.key for operation in [*operations(), *step_operations()]]
+        for part in (part.strip() for part in arguments.only.split(",")):
+            if not any(part in key for key in known):
+                raise UsageError(f"--only: no operation is named like {part!r}; there are {', '.join(known)}")
+    if arguments.transports is not None:
+        for name in arguments.transports.split(","):
+            if name not in (*TRANSPORTS, "threads"):
+                raise UsageError(f"--transports: expected some of {', '.join(TRANSPORTS)}, got {name!r}")
+    if arguments.num_sms < 0:
+        raise UsageError(f"--num-sms: expected 0 or more, got {arguments.num_sms}")
+    _numbers("nccl-ep-sms", arguments.nccl_ep_sms, [0], 0)
+
+
+# ---- one rank --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """What every measurement of a rank shares."""
+
+    arguments: argparse.Namespace
+    ranks: Ranks
+    machine: Machine
+    clock: Clock
+    report: Report
+    progress: Progress
+    repeats: int
+    sampling: Sampling
+
+    def together(self, what: str, make: Callable[[], T]) -> tuple[T | None, str]:
+        """The result, if every rank has one; else why not."""
+        result: T | None = None
+        reason = ""
+        try:
+            result = make()
+        except NvteEpError as error:
+            reason = f"{what}: {error}"
+        reasons = [text for text in self.ranks.gather(reason) if text]
+        return (None, reasons[0]) if reasons else (result, "")
+
+    def shape(self, shape: Shape, wanted: list[Operation]) -> None:
+        data = Data(shape, self.ranks.size)
+        slots = max(data.routed(rank).slots for rank in range(self.ranks.size))
+        section = Section(shape, slots)
+        self.report.sections.append(section)
+        with contextlib.ExitStack() as stack:
+            sides = self._sides(data, section)
+            for side in sides:
+                stack.callback(side.close)
+            for operation in wanted:
+                self._operation(data, section, sides, operation)
+                self.progress.step(f"{shape.tokens} tokens, E {shape.experts}: {operation.key}")
+                self.ranks.meet()
+            for side in sides:
+                self._findings(side)
+
+    def _sides(self, data: Data, section: Section) -> list[Side]:
+        """Every side that works here, in the order of the report."""
+        sides: list[Side] = []
+        for name in _transports(self.arguments, self.ranks, self.machine):
+            side, reason = self.together(name, lambda name=name: self._library(name, data))  # type: ignore[misc]
+            if side is None:
+                self._not_run(f"{name}, {section.shape.name}: {reason}")
+            else:
+                sides.append(side)
+                section.memory[name] = side.memory()
+                if name == "peer":
+                    section.memory[name]["goal_bytes"] = memory_goal(data)
+        if self.machine.kind == "cuda" and not self.arguments.no_nccl_ep:
+            if self.ranks.threads:
+                self._not_run(f"{NCCL_EP} itself: it wants a process for each rank, not threads")
+            else:
+                direct, reason = self.together(NCCL_EP, lambda: self._direct(data))
+                if direct is None:
+                    self._not_run(f"{NCCL_EP}, {section.shape.name}: {reason}")
+                else:
+                    sides.append(direct)
+                    self.report.software |= direct.api.versions()
+        if any(side.name == "nccl" for side in sides) and self.ranks.size > 1:
+            plain, reason = self.together(NCCL, lambda: self._plain(data))
+            if plain is None:
+                self._not_run(f"{NCCL}, {section.shape.name}: {reason}")
+            else:
+                sides.append(plain)
+        self.report.sides += [side.name for side in sides if side.name not in self.report.sides]
+        return sides
+
+    def _library(self, name: str, data: Data) -> Library:
+        num_sms = self.arguments.num_sms
+        share = -(-self.ranks.size // self.report.devices)
+        if num_sms == 0 and share > 1 and self.ranks.threads and isinstance(self.machine, CudaMachine):
+            # Ranks wait for one another on the device: all of them must fit on it.
+            with contextlib.suppress(UnsupportedError):
+                each = self.machine.multiprocessors // share
+                return Library(name, self.ranks, self.machine, data, self.sampling, each)
+        return Library(name, self.ranks, self.machine, data, self.sampling, num_sms)
+
+    def _direct(self, data: Data) -> Direct:
+        assert isinstance(self.machine, CudaMachine)
+        given = [self.arguments.num_sms] if self.arguments.num_sms else []
+        sms = _numbers("nccl-ep-sms", self.arguments.nccl_ep_sms, given, 0)
+        return Direct(self.ranks, self.machine, data, self.sampling, sms, thorough=not self.arguments.quick)
+
+    def _plain(self, data: Data) -> SendReceive:
+        assert isinstance(self.machine, CudaMachine)
+        return SendReceive(self.ranks, self.machine, data, self.sampling)
+
+    def _not_run(self, line: str) -> None:
+        if line not in self.report.not_run:
+            self.report.not_run.append(line)
+
+    # ---- one operation -----------------------------------------------------------------------------------
+
+    def _operation(self, data: Data, section: Section, sides: list[Side], operation: Operation) -> None:
+        floors = [floor(data, operation, rank) for rank in range(self.ranks.size)]
+        rates = self.report.copy_gbps, self.report.link_gbps
+        least = max(floors, key=lambda found: found.microseconds(*rates))
+        single = operation.verb == "step"
+        moved = least.memory_bytes
+        sets = 1 if single else min(self.ranks.gather(self.machine.sets(moved, 2 * moved)))
+        cold = not single and self.machine.is_cold(moved, sets)
+        row = Row(operation, least, least.microseconds(*rates), sets, cold)
+        section.rows.append(row)
+        for side in sides:
+            figure = self._figure(side, operation, sets, section.shape)
+            if figure is not None:
+                row.figures[side.name] = figure
+        medians = {name: figure.spread.median for name, figure in row.figures.items()}
+        for figure in row.figures.values():
+            if not self.report.shared_device:
+                figure.goal = goal(
+                    figure.side,
+                    section.shape,
+                    operation,
+                    self.ranks.size,
+                    str(self.report.device["name"]),
+                    self.arguments.num_sms,
+                    medians.get(NCCL_EP),
+                    medians.get(NCCL),
+                )
+        if self.arguments.json is not None and self.ranks.rank == 0:
+            self.arguments.json.write_text(dump(self.report))
+
+    def _figure(self, side: Side, operation: Operation, sets: int, shape: Shape) -> Figure | None:
+        """The best of the side's settings."""
+        what = f"{side.name}, {operation.key}, {shape.tokens} tokens"
+        best: Figure | None = None
+        ways = iter(side.work(operation, sets))
+        while True:
+            work, reason = self.together(what, lambda: next(ways, None))
+            if reason:
+                self._not_run(reason)
+                break
+            if work is None:
+                break
+            figure, reason = self.together(what, lambda work=work: self._timed(side, operation, work))  # type: ignore[misc]
+            if figure is None:
+                self._failed(side, reason)
+                break
+            self._compare(side, what, work)
+            if best is None or figure.spread.median < best.spread.median:
+                best, figure.ways = figure, {} if best is None else best.ways
+            best.ways[figure.way] = figure.spread.median
+            if isinstance(side, Library) and operation.verb != "step" and not self.arguments.no_host:
+                figure.host = self._host(side, work)
+            del work
+        return best
+
+    def _timed(self, side: Side, operation: Operation, work: Work) -> Figure:
+        spread = self.clock.time(work.calls, self.repeats, single=operation.verb == "step")
+        return Figure(side.name, spread, work.way)
+
+    def _compare(self, side: Side, what: str, work: Work) -> None:
+        checks = Checks(f"rank {self.ranks.rank}: {what}{', ' + work.way if work.way else ''}")
+        work.check(checks)
+        for passed, nbytes, failed in self.ranks.gather([checks.passed, checks.nbytes, checks.failed]):
+            self.report.passed += passed
+            self.report.compared_bytes += nbytes
+            if side.name in (NCCL_EP, NCCL):  # another project's: told, but no failure of ours
+                self.report.notes += failed[:1]
+            else:
+                self.report.failed += failed
+
+    def _failed(self, side: Side, reason: str) -> None:
+        if side.name in (NCCL_EP, NCCL):
+            self._not_run(reason)
+        else:
+            self.report.failed.append(reason)
+
+    def _host(self, side: Library, work: Work) -> HostCall | None:
+        if not isinstance(self.machine, CudaMachine):
+            return None
+        call = work.calls[0]
+        python = self.clock.host_time(call)
+        # Rank 0 makes the same call without the Python layer; the others must make it too.
+        if self.ranks.rank == 0:
+            with Recorder() as recorder:
+                call()
+            bare = recorder.bare()
+        else:
+            call()
+            bare = call
+        c = self.clock.host_time(bare)
+        launches = self.machine.nodes(call)
+        self.ranks.meet()
+        return HostCall(python, c, launches)
+
+    def _findings(self, side: Side) -> None:
+        if isinstance(side, Library):
+            error = side.group.poll_error()
+            for found in self.ranks.gather("" if error is None else str(error.exception())):
+                if found:
+                    self.report.failed.append(f"{side.name}: {found}")
+
+
+def _transports(arguments: argparse.Namespace, ranks: Ranks, machine: Machine) -> list[str]:
+    if arguments.transports is not None:
+        return list(dict.fromkeys(arguments.transports.split(",")))
+    if machine.kind == "cpu":
+        return ["threads"]
+    return ["peer"] if ranks.threads else list(TRANSPORTS)
+
+
+def dump(report: Report) -> str:
+    return json.dumps(document(report, NCCL_EP), indent=2, allow_nan=False) + "\n"
+
+
+def _software(machine: Machine) -> dict[str, str]:
+    found = {"Python": platform.python_version(), "NumPy": np.__version__}
+    if machine.kind == "cuda":
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found["cuda-bindings"] = importlib.metadata.version("cuda-bindings")
+    return found
+
+
+def _open(arguments: argparse.Namespace, ranks: Ranks) -> tuple[Machine, Clock, int]:
+    """This rank's device, its clock, and on how many devices the ranks are."""
+    device: Device | None = device_argument(arguments.device)
+    reason = None if device == CPU else cuda_reason()
+    if device == CPU or (device is None and reason is not None):
+        host = HostMachine()
+        return host, HostClock(host, ranks), 1
+    if reason is not None:
+        raise UnsupportedError(Status.UNSUPPORTED, f"no benchmark on a CUDA device: {reason}")
+    count = _cuda.device_count()
+    local = ranks.job.local_rank if isinstance(ranks, Processes) else ranks.rank
+    first = device[1] if device else 0
+    machine = CudaMachine((first + local) % count)
+    local_size = ranks.job.local_size if isinstance(ranks, Processes) else ranks.size
+    machines = -(-ranks.size // (local_size or ranks.size))
+    return machine, CudaClock(machine, ranks), min(ranks.size, count * machines)
+
+
+def measure(arguments: argparse.Namespace, ranks: Ranks) -> Report:
+    machine, clock, devices = _open(arguments, ranks)
+    shapes = _shapes(arguments, machine.kind, ranks.size)
+    wanted = [(shape, _wanted(shape, arguments.only)) for shape in shapes]
+    steps = sum(len(found) for _, found in wanted) + 1
+    shown = arguments.progress if ranks.rank == 0 else False
+    with Progress(steps, shown=shown) as progress:
+        copy_gbps = ranks.broadcast(lambda: _copy_gbps(machine))
+        progress.step("copy")
+        report = Report(
+            device=machine.describe(),
+            software=_software(machine),
+            library={"version": version(), "abi_version": abi_version()},
+            ranks=ranks.size,
+            threads=ranks.threads,
+            devices=devices,
+            num_sms=arguments.num_sms,
+            copy_gbps=copy_gbps,
+            link_gbps=arguments.link_gbps,
+        )
+        bench = Bench(
+            arguments,
+            ranks,
+            machine,
+            clock,
+            report,
+            progress,
+            REPEATS[machine.kind][bool(arguments.quick)],
+            Sampling(slabs=0 if arguments.check_all else 4),
+        )
+        for shape, found in wanted:
+            bench.shape(shape, found)
+    return report
+
+
+def _copy_gbps(machine: Machine) -> float:
+    """The best of some: a device that was idle takes a while until its clocks are up."""
+    nbytes = min(COPY_BYTES[machine.kind], machine.free_bytes() // 8)
+    frameworks = Frameworks(machine, wanted=False)
+    copies = CopyRate(machine, frameworks, nbytes, 20)
+    return max(copies.measure(nbytes).gbps for _ in range(COPY_RUNS[machine.kind]))
+
+
+# ---- all ranks -------------------------------------------------------------------------------------------
+
+
+def run(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    with job.Job.from_environment() as ranks:
+        # On the host ranks are threads: there is no transport of host memory between processes.
+        if arguments.threads or device_argument(arguments.device) == CPU:
+            if ranks.size > 1:
+                raise UsageError(f"ranks are threads here, and {ranks.launcher} has started processes")
+            reports = run_threads(arguments.ranks or 1, lambda member: measure(arguments, member))
+            return _finish(arguments, reports[0])
+        if ranks.size == 1 and (arguments.ranks or 1) > 1:
+            return _launch(arguments)
+        if arguments.ranks not in (None, ranks.size):
+            raise UsageError(
+                f"--ranks: {ranks.launcher} started {ranks.size} processes, got {arguments.ranks}"
+            )
+        report = measure(arguments, Processes(ranks))
+        # One rank speaks for all: who starts ranks may end the others when one of them fails.
+        return _finish(arguments, report) if ranks.rank == 0 else 0
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    """This command again as the ranks of a job; rank 0 prints and writes."""
+    package = str(Path(__file__).resolve().parents[2])
+    paths = [package, *(path for path in sys.path if path and path != package)]
+    environment = {"PYTHONPATH": ":".join(paths)}
+    if cuda_reason() is None and _cuda.device_count() < arguments.ranks:
+        environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    command = [sys.executable, "-m", "nvte_ep", *arguments.argv]
+    return job.launch(command, arguments.ranks, environment=environment)
+
+
+def _finish(arguments: argparse.Namespace, report: Report) -> int:
+    if arguments.json is not None:
+        arguments.json.write_text(dump(report))
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(markdown(report, NCCL_EP))
+    if arguments.plot is not None:
+        plot(report, arguments.plot)
+    for line in text(report, NCCL_EP):
+        print(line)
+    return 1 if report.failed else 0

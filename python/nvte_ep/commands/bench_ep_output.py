@@ -1,0 +1,326 @@
+"""The figures of `nvte-ep bench ep` as a table, as JSON, as Markdown and as a plot."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nvte_ep.commands._report import size, table
+from nvte_ep.commands.bench_ep_clock import Spread
+from nvte_ep.commands.bench_ep_goals import PYTHON_CALL, host_goal
+from nvte_ep.commands.bench_ep_growth import Growth, growth
+from nvte_ep.commands.bench_ep_report import Figure, Report, Row, Section
+
+SCHEMA = 1  # of the JSON; a change that breaks a reader counts it up
+
+# ---- JSON ------------------------------------------------------------------------------------------------
+
+
+def _spread(spread: Spread) -> dict[str, Any]:
+    low, high = spread.range
+    return {
+        "median": spread.median,
+        "10_percent": low,
+        "90_percent": high,
+        "samples": len(spread.samples),
+        "calls_per_sample": spread.calls,
+    }
+
+
+def _figure(row: Row, figure: Figure, direct: Figure | None) -> dict[str, Any]:
+    host = figure.host
+    return {
+        "microseconds": _spread(figure.spread),
+        "way": figure.way,
+        "ways": figure.ways,
+        "over_floor": figure.spread.median / row.floor_microseconds,
+        "nccl_ep_over_it": None if direct is None else direct.spread.median / figure.spread.median,
+        "host": None
+        if host is None
+        else asdict(host) | {"c_goal": host_goal(host.launches), "python_goal_over_c": PYTHON_CALL},
+        "goal": None if figure.goal is None else asdict(figure.goal) | {"passed": figure.passed},
+    }
+
+
+def document(report: Report, peer: str) -> dict[str, Any]:
+    """Times in microseconds, of the slowest rank; rates in GB/s (10^9 bytes)."""
+    return {
+        "schema": SCHEMA,
+        "benchmark": "ep",
+        "ok": not report.failed,
+        "library": report.library,
+        "device": report.device,
+        "software": report.software,
+        "ranks": {
+            "number": report.ranks,
+            "are": "threads of one process" if report.threads else "processes",
+            "devices": report.devices,
+            "num_sms": report.num_sms,
+        },
+        "rates": {"copy_gbps": report.copy_gbps, "link_gbps": report.link_gbps},
+        "checks": {
+            "passed": report.passed,
+            "compared_bytes": report.compared_bytes,
+            "failed": report.failed,
+        },
+        "not_run": report.not_run,
+        "notes": report.notes,
+        "shapes": [
+            {
+                **asdict(section.shape),
+                "slots": section.slots,
+                "memory": section.memory,
+                "operations": [
+                    {
+                        "operation": row.operation.key,
+                        **asdict(row.operation),
+                        "fewest_bytes": asdict(row.floor),
+                        "floor_microseconds": row.floor_microseconds,
+                        "buffer_sets": row.sets,
+                        "cold": row.cold,
+                        "figures": {
+                            side: _figure(row, figure, row.figures.get(peer) if side != peer else None)
+                            for side, figure in row.figures.items()
+                        },
+                    }
+                    for row in section.rows
+                ],
+            }
+            for section in report.sections
+        ],
+        "growth": [asdict(found) | {"passed": found.passed} for found in growth(report.sections)],
+    }
+
+
+# ---- text ------------------------------------------------------------------------------------------------
+
+
+def where(report: Report) -> list[str]:
+    """Lines that say what ran where."""
+    device = report.device
+    if device["kind"] == "cuda":
+        place = (
+            f"{device['name']}, driver {device['driver'] or 'unknown'}, CUDA {device['driver_cuda_version']}"
+        )
+    else:
+        place = f"host memory, {device['threads']} threads, {device['name']}"
+    versions = ", ".join(f"{name} {version}" for name, version in report.software.items())
+    kind = "threads of one process" if report.threads else "processes"
+    ranks = "1 rank" if report.ranks == 1 else f"{report.ranks} ranks ({kind}) on {report.devices} devices"
+    lines = [
+        f"nvte_ep {report.library['version']}, {ranks}, {place}",
+        f"with {versions}",
+        f"copy: {report.copy_gbps:.0f} GB/s, read + written"
+        + (f"; link taken as {report.link_gbps:.0f} GB/s a direction" if report.ranks > 1 else "")
+        + (f"; every side on at most {report.num_sms} multiprocessors" if report.num_sms else ""),
+    ]
+    if report.shared_device and report.device["kind"] == "cuda":
+        lines.append(
+            "The ranks share a device"
+            + (
+                ": times are those of all of them together."
+                if report.threads
+                else " by time slices: their times say nothing."
+            )
+        )
+    return lines
+
+
+LEGEND = [
+    "us: median time of the slowest rank on the device, 10 to 90 % in brackets; x floor: over the fewest",
+    "bytes at the rates above; NCCL EP: called directly, the best of its settings; gain: its time over ours.",
+    "*: small enough to come from the cache. step: one graph replay of a whole step, prepare included.",
+]
+
+
+def microseconds(value: float) -> str:
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def _cells(row: Row, figure: Figure, peer: str) -> list[str]:
+    low, high = figure.spread.range
+    direct = row.figures.get(peer) if figure.side != peer else None
+    goal = "" if figure.goal is None else microseconds(figure.goal.microseconds)
+    return [
+        figure.side,
+        microseconds(figure.spread.median),
+        f"({microseconds(low)}-{microseconds(high)})",
+        "" if row.floor_microseconds < 1 else f"{figure.spread.median / row.floor_microseconds:.2f}",
+        "" if direct is None else f"{direct.spread.median / figure.spread.median:.2f}",
+        goal,
+        _VERDICT[figure.passed],
+        figure.way,
+    ]
+
+
+COLUMNS = ["side", "us", "10-90 %", "x floor", "gain", "goal us", "", "setting"]
+
+
+def _starred(row: Row) -> str:
+    return row.operation.key + ("" if row.cold else "*")
+
+
+def _heading(row: Row) -> str:
+    nbytes = f"memory {size(row.floor.memory_bytes)}"
+    if row.floor.link_bytes:
+        nbytes += f", link {size(row.floor.link_bytes)}"
+    return f"{_starred(row)}: {nbytes}, floor {microseconds(row.floor_microseconds)} us"
+
+
+def _host_rows(section: Section) -> Iterator[list[str]]:
+    for row in section.rows:
+        for figure in row.figures.values():
+            host = figure.host
+            if host is None:
+                continue
+            yield [
+                row.operation.key,
+                figure.side,
+                f"{host.python:.1f}",
+                "" if host.c is None else f"{host.c:.1f}",
+                "" if host.c is None else f"{host.python - host.c:.1f}",
+                str(host.launches),
+                f"{host_goal(host.launches):.1f}",
+                "" if host.c is None else _VERDICT[host.passed],
+            ]
+
+
+HOST_COLUMNS = ["host time of a call", "side", "Python us", "C us", "over C us", "launches", "C goal us", ""]
+
+
+def _memory_lines(section: Section) -> list[str]:
+    lines = []
+    for side, found in section.memory.items():
+        line = (
+            f"memory of {side}: group {size(found['group_bytes'])}, each handle {size(found['handle_bytes'])}"
+        )
+        if "goal_bytes" in found:
+            held = found["group_bytes"] + found["handle_bytes"]
+            how = "pass" if held <= found["goal_bytes"] else "MISS"
+            line += f"; together at most {size(found['goal_bytes'])}: {how}"
+        lines.append(line)
+    return lines
+
+
+GROWTH_COLUMNS = ["growth", "side", "from", "to", "time of a token or slot", "goal", ""]
+
+
+def _growth_cells(found: Growth) -> list[str]:
+    return [
+        found.operation,
+        found.side,
+        f"{found.first} {found.by}",
+        str(found.then),
+        f"x {found.ratio:.2f}",
+        "" if found.goal is None else f"x {found.goal:.2f}",
+        _VERDICT[found.passed],
+    ]
+
+
+_VERDICT = {None: "", True: "pass", False: "MISS"}
+
+
+def text(report: Report, peer: str) -> list[str]:
+    """The tables of a terminal."""
+    lines = [*where(report), *LEGEND]
+    for section in report.sections:
+        lines += ["", f"{section.shape.name}: {section.slots} slots"]
+        cells: list[list[str]] = [COLUMNS]
+        for row in section.rows:
+            cells.append([_heading(row)])
+            cells += [_cells(row, figure, peer) for figure in row.figures.values()]
+        lines += table(cells)
+        host = list(_host_rows(section))
+        if host:
+            lines += ["", *table([HOST_COLUMNS, *host], indent="")]
+        lines += _memory_lines(section)
+    grown = list(growth(report.sections))
+    if grown:
+        lines += ["", *table([GROWTH_COLUMNS, *(_growth_cells(found) for found in grown)], indent="")]
+    return [*lines, "", *verdict(report)]
+
+
+def verdict(report: Report) -> list[str]:
+    compared = f"{report.passed} comparisons with the host backend, {size(report.compared_bytes)}"
+    lines = [f"note: {line}" for line in report.notes] + [f"not run: {line}" for line in report.not_run]
+    if not report.failed:
+        return [*lines, f"OK: {compared}, none failed"]
+    return [*lines, f"FAILED: {compared} passed, but:", *(f"  {line}" for line in report.failed[:20])]
+
+
+def _markdown_table(columns: list[str], rows: Iterator[list[str]] | list[list[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(columns) + " |"
+    yield "|" + " --- |" * len(columns)
+    for row in rows:
+        yield "| " + " | ".join(row).replace("*", "\\*") + " |"
+
+
+def markdown(report: Report, peer: str) -> str:
+    """The same as Markdown."""
+    lines = ["# Exchanges", "", *(f"- {line}" for line in where(report)), "", " ".join(LEGEND), ""]
+    for section in report.sections:
+        lines += [f"## {section.shape.name}", "", f"{section.slots} slots.", ""]
+        rows = [
+            [_starred(row), microseconds(row.floor_microseconds), *_cells(row, figure, peer)]
+            for row in section.rows
+            for figure in row.figures.values()
+        ]
+        lines += [*_markdown_table(["operation", "floor us", *COLUMNS], rows), ""]
+        host = list(_host_rows(section))
+        if host:
+            lines += [*_markdown_table(HOST_COLUMNS, host), ""]
+        lines += [f"- {line}" for line in _memory_lines(section)]
+        lines.append("")
+    grown = list(growth(report.sections))
+    if grown:
+        lines += ["## Growth", ""]
+        lines += [*_markdown_table(GROWTH_COLUMNS, [_growth_cells(found) for found in grown]), ""]
+    return "\n".join([*lines, *(f"- {line}" for line in verdict(report)), ""])
+
+
+# ---- plot ------------------------------------------------------------------------------------------------
+
+
+def plot(report: Report, file: Path) -> None:
+    """Bars by operation, a panel for each shape; the floor as a line across them."""
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    sections = [section for section in report.sections if section.rows]
+    height = max(len(section.rows) for section in sections)
+    figure, axes = pyplot.subplots(
+        1, len(sections), figsize=(9 * len(sections), 1.5 + 0.55 * height), squeeze=False
+    )
+    for axis, section in zip(axes[0], sections, strict=True):
+        width = 0.8 / max(len(report.sides), 1)
+        for number, side in enumerate(report.sides):
+            places, times, spans = [], [], []
+            for place, row in enumerate(section.rows):
+                found = row.figures.get(side)
+                if found is None:
+                    continue
+                low, high = found.spread.range
+                places.append(place + number * width)
+                times.append(found.spread.median)
+                spans.append((max(found.spread.median - low, 0), max(high - found.spread.median, 0)))
+            if places:
+                axis.barh(places, times, width, label=side, xerr=list(zip(*spans, strict=True)))
+        for place, row in enumerate(section.rows):
+            edges = (place - width / 2, place + 0.8 - width / 2)
+            label = "floor" if place == 0 else None
+            axis.plot([row.floor_microseconds] * 2, edges, color="black", linewidth=2, label=label)
+        axis.set_yticks([place + 0.4 - width / 2 for place in range(len(section.rows))])
+        axis.set_yticklabels([row.operation.key for row in section.rows])
+        axis.invert_yaxis()
+        axis.set_xscale("log")
+        axis.set_xlabel("microseconds")
+        axis.set_title(section.shape.name)
+        axis.grid(True, axis="x", which="both", alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.suptitle(where(report)[0])
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Job: which rank this process is, and what ranks tell each other before they have a communicator.
+
+Rank and size come from the environment that the launcher made: torchrun, mpirun (Open MPI, MPICH and their
+kin), srun, or launch() below. Values go through files that appear whole, because they are renamed into place:
+no port, no server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nvte_ep import _abi
+from nvte_ep.communicator import Communicator, unique_id
+from nvte_ep.errors import BadStateError, PeerTimeoutError, Status, UnsupportedError, invalid
+
+FOLDER_VARIABLE = "NVTE_EP_RENDEZVOUS"  # a fresh folder that every rank of the job sees
+UNIQUE_ID_VARIABLE = "NVTE_EP_UNIQUE_ID"  # instead of it, for one communicator: the id in hexadecimal digits
+DEFAULT_TIMEOUT = 100.0  # seconds
+_LONGEST_POLL = 0.01
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The variables in which a launcher tells a process its place."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    job: tuple[str, ...] = ()  # what tells this job from others
+    job_is_unique: bool = False  # also from one started later with the same settings
+
+
+# The first whose rank and size are set. An mpirun inside a Slurm job sets its own beside Slurm's.
+LAUNCHERS = (
+    _Launcher(
+        "nvte_ep.job.launch", "NVTE_EP_RANK", "NVTE_EP_SIZE", "NVTE_EP_LOCAL_RANK", "NVTE_EP_LOCAL_SIZE"
+    ),
+    _Launcher(
+        "torchrun",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+    ),
+    _Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("PMIX_NAMESPACE",),
+        job_is_unique=True,
+    ),
+    _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Launcher(
+        "Slurm",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        job_is_unique=True,
+    ),
+)
+
+
+class Job:
+    """The ranks of a job, each a process, as this one of them sees it.
+
+    Every rank makes the same sequence of calls of gather, broadcast, barrier and communicator.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        folder: str | os.PathLike[str],
+        *,
+        local_rank: int | None = None,
+        local_size: int | None = None,
+        launcher: str = "",
+        timeout: float = DEFAULT_TIMEOUT,
+        owns_folder: bool = False,
+    ) -> None:
+        """folder: one that every rank of the job sees and no other job has used."""
+        if not 0 <= rank < size:
+            raise invalid("Job", "rank", f"0 to {size - 1}", str(rank))
+        self.rank = rank
+        self.size = size
+        self.local_rank = rank if local_rank is None else local_rank
+        self.local_size = local_size
+        self.launcher = launcher
+        self.timeout = timeout
+        self._folder = Path(folder)
+        self._owns_folder = owns_folder
+        self._exchanges = 0
+        self._closed = False
+
+    @classmethod
+    def from_environment(
+        cls, environment: Mapping[str, str] | None = None, *, timeout: float = DEFAULT_TIMEOUT
+    ) -> Job:
+        """What the launcher says; a process that nobody launched is a job of one rank.
+
+        The ranks meet in the folder NVTE_EP_RENDEZVOUS. Where that is not set and all ranks are on one
+        machine they meet in one of their own in the temporary folder.
+        """
+        variables = os.environ if environment is None else environment
+        for launcher in LAUNCHERS:
+            rank = _number(variables, launcher.rank)
+            size = _number(variables, launcher.size)
+            if rank is not None and size is not None:
+                break
+        else:
+            return cls(0, 1, tempfile.mkdtemp(prefix="nvte_ep."), launcher="", owns_folder=True)
+        local_size = _number(variables, launcher.local_size)
+        named = variables.get(FOLDER_VARIABLE)
+        if named is None and size > 1 and local_size != size:
+            raise UnsupportedError(
+                Status.UNSUPPORTED,
+                f"Job: {launcher.name} started {size} ranks, {launcher.local_size} says "
+                f"{variables.get(launcher.local_size)!r} of them here: where there are several machines, "
+                f"set {FOLDER_VARIABLE} to a new folder that all of them share",
+            )
+        return cls(
+            rank,
+            size,
+            _own_folder(launcher, variables) if named is None else named,
+            local_rank=_number(variables, launcher.local_rank),
+            local_size=local_size,
+            launcher=launcher.name,
+            timeout=timeout,
+            owns_folder=named is None,
+        )
+
+    # ---- exchanges ---------------------------------------------------------------------------------------
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """The value of every rank, by rank."""
+        prefix = self._next()
+        self._put(f"{prefix}.{self.rank}", value)
+        return [self._get(f"{prefix}.{rank}") for rank in range(self.size)]
+
+    def broadcast(self, make: Callable[[], bytes], root: int = 0) -> bytes:
+        """What `make` gives on one rank."""
+        name = f"{self._next()}.{root}"
+        if self.rank != root:
+            return self._get(name)
+        value = make()
+        self._put(name, value)
+        return value
+
+    def barrier(self) -> None:
+        """Returns when every rank has come."""
+        self.gather(b"")
+
+    def communicator(self, *, device_id: int | None = None, timeout_ns: int = 0) -> Communicator:
+        """A communicator of kind nccl of all ranks. device_id None: the current CUDA device.
+
+        NVTE_EP_UNIQUE_ID, where it is set, is its id: then nothing goes through files.
+        """
+        given = os.environ.get(UNIQUE_ID_VARIABLE)
+        shared = self.broadcast(unique_id) if given is None else parse_unique_id(given)
+        return Communicator.nccl(shared, self.rank, self.size, device_id=device_id, timeout_ns=timeout_ns)
+
+    def close(self) -> None:
+        """Takes a folder of the job's own away, when every rank has read what is in it."""
+        if self._closed:
+            return
+        if self._owns_folder and self._folder.is_dir():
+            if self.size > 1:
+                self._put(f"closed.{self.rank}", b"")
+                if self.rank == 0:
+                    for rank in range(self.size):
+                        self._get(f"closed.{rank}")
+            if self.rank == 0:
+                shutil.rmtree(self._folder, ignore_errors=True)
+        self._closed = True
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+    # ---- files -------------------------------------------------------------------------------------------
+
+    def _next(self) -> str:
+        if self._closed:
+            raise BadStateError(Status.BAD_STATE, "Job: it is closed")
+        self._exchanges += 1
+        return str(self._exchanges)
+
+    def _put(self, name: str, value: bytes) -> None:
+        """Nobody ever sees half of the file."""
+        descriptor, temporary = tempfile.mkstemp(dir=self._folder, prefix=f".{name}.")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(value)
+        os.replace(temporary, self._folder / name)
+
+    def _get(self, name: str) -> bytes:
+        path = self._folder / name
+        end = time.monotonic() + self.timeout
+        pause = 1e-4
+        while True:
+            try:
+                return path.read_bytes()
+            except FileNotFoundError:
+                if time.monotonic() > end:
+                    raise PeerTimeoutError(
+                        Status.TIMEOUT,
+                        f"Job: rank {name.rpartition('.')[2]} of {self.size} did not come to exchange "
+                        f"{name.rpartition('.')[0]} within {self.timeout:g} s ({self._folder})",
+                    ) from None
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_POLL)
+
+    def __repr__(self) -> str:
+        return f"Job(rank={self.rank}, size={self.size}, launcher={self.launcher!r})"
+
+
+def parse_unique_id(digits: str) -> bytes:
+    """The id that `unique_id().hex()` wrote."""
+    size = _abi.CONSTANTS["NVTE_EP_UNIQUE_ID_BYTES"]
+    try:
+        value = bytes.fromhex(digits)
+    except ValueError:
+        value = b""
+    if len(value) != size:
+        raise invalid(
+            "Job", UNIQUE_ID_VARIABLE, f"{2 * size} hexadecimal digits", f"{len(digits)} characters"
+        )
+    return value
+
+
+def _number(variables: Mapping[str, str], name: str) -> int | None:
+    """4, and Slurm's "4" or "4(x2)" for as many on each machine; None where it is not set or says more."""
+    found = re.fullmatch(r"(\d+)(\(x\d+\))?", variables.get(name, ""))
+    return int(found[1]) if found else None
+
+
+def _own_folder(launcher: _Launcher, variables: Mapping[str, str]) -> Path:
+    """A folder that the ranks of this job alone find, on this machine."""
+    words = [launcher.name, *(variables.get(name, "") for name in launcher.job)]
+    if not (launcher.job_is_unique and all(words)):
+        words.append(_parent())  # one process starts the ranks of a job: torchrun's agent, mpirun's proxy
+    digest = hashlib.sha256("\0".join(words).encode()).hexdigest()[:24]
+    # The user's own: nobody else may plant an id there.
+    base = Path(tempfile.gettempdir()) / f"nvte_ep.{os.getuid()}"
+    base.mkdir(mode=0o700, exist_ok=True)
+    status = base.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022 or base.is_symlink():
+        raise UnsupportedError(
+            Status.UNSUPPORTED, f"Job: {base} is not this user's alone: set {FOLDER_VARIABLE} to a new folder"
+        )
+    folder = base / digest
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _parent() -> str:
+    """The parent process, told from a later one with the same number by when it started."""
+    parent = os.getppid()
+    try:
+        fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return str(parent)
+    return f"{parent}.{fields[19]}"
+
+
+# ---- ranks without a launcher ----------------------------------------------------------------------------
+
+
+def environment_of(rank: int, size: int, folder: str | os.PathLike[str]) -> dict[str, str]:
+    """What tells a process of one's own starting, on this machine, that it is a rank."""
+    return {
+        "NVTE_EP_RANK": str(rank),
+        "NVTE_EP_SIZE": str(size),
+        "NVTE_EP_LOCAL_RANK": str(rank),
+        "NVTE_EP_LOCAL_SIZE": str(size),
+        FOLDER_VARIABLE: str(folder),
+    }
+
+
+def launch(command: Sequence[str], size: int, *, environment: Mapping[str, str] | None = None) -> int:
+    """Runs a command as the ranks of a job on this machine. 0, or the exit code of the first that failed;
+    then the others are ended."""
+    with tempfile.TemporaryDirectory(prefix="nvte_ep.") as folder:
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(size):
+                variables = {**os.environ, **(environment or {}), **environment_of(rank, size, folder)}
+                processes.append(subprocess.Popen(list(command), env=variables))
+            return _wait(processes)
+        finally:
+            _end(processes)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [code for code in codes if code]
+        if failed:
+            return failed[0]
+        if None not in codes:
+            return 0
+        time.sleep(0.02)
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + 5
+    for process in processes:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

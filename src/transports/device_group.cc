@@ -1,0 +1,169 @@
+#include "transports/device_group.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+namespace nvte_ep {
+
+DeviceReport::~DeviceReport() {
+  if (memory_ != nullptr) backend_->release_shared(memory_);
+}
+
+Status DeviceReport::allocate(Backend* backend) {
+  void* shared = nullptr;
+  NVTE_EP_TRY(backend->allocate_shared(sizeof(DeviceCounters), &shared));
+  backend_ = backend;
+  memory_ = static_cast<int64_t*>(shared);
+  return Status();
+}
+
+Finding DeviceReport::next_finding(int32_t rank, int64_t handle_id, bool report_overflow) {
+  const volatile int64_t* now = memory_;
+  const DeviceCounters seen = seen_;
+  seen_ = DeviceCounters{now[0], now[1], now[2], now[3], now[4], now[5]};
+  Finding finding;
+  finding.rank = rank;
+  finding.handle_id = handle_id;
+  finding.count = seen_.out_of_range + seen_.duplicates - seen.out_of_range - seen.duplicates;
+  if (finding.count > 0) {  // one at a time
+    seen_.dropped_rows = seen.dropped_rows;
+    seen_.missing_values = seen.missing_values;
+    finding.status = NVTE_EP_STATUS_INVALID_ARGUMENT;
+    return finding;
+  }
+  finding.count = seen_.missing_values - seen.missing_values;
+  if (finding.count > 0) {
+    seen_.dropped_rows = seen.dropped_rows;
+    finding.status = NVTE_EP_STATUS_INVALID_ARGUMENT;
+    finding.rank = static_cast<int32_t>(seen_.missing_rank);
+    return finding;
+  }
+  finding.count = seen_.dropped_rows - seen.dropped_rows;
+  if (finding.count > 0 && report_overflow) {
+    finding.status = NVTE_EP_STATUS_OVERFLOW;
+    finding.needed_rows = seen_.needed_rows;
+    return finding;
+  }
+  return Finding();
+}
+
+Status DeviceMember::agree_on_handle(const HandleSettings& handle, nvte_ep_stream_t stream) const {
+  return ranks->agree("prepare",
+                      {{"handle (the n-th of the group)", handle.id},
+                       {"top_k", handle.top_k},
+                       {"alignment", handle.alignment},
+                       {"dispatch", handle.dispatch},
+                       {"combine", handle.combine},
+                       {"dispatch_backward", handle.dispatch_backward},
+                       {"combine_backward", handle.combine_backward}},
+                      stream);
+}
+
+void DeviceMember::add(DeviceReport* report, int64_t handle_id) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  reporters_.push_back(Reporter{report, handle_id});
+}
+
+void DeviceMember::remove(DeviceReport* report) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  reporters_.erase(std::remove_if(reporters_.begin(), reporters_.end(),
+                                  [report](const Reporter& r) { return r.report == report; }),
+                   reporters_.end());
+}
+
+Finding DeviceMember::next_finding() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const Reporter& r : reporters_) {
+    const Finding finding = r.report->next_finding(rank, r.handle_id, !settings.drop_on_overflow);
+    if (finding.status != NVTE_EP_STATUS_OK) return finding;
+  }
+  return Finding();
+}
+
+namespace {
+
+class DeviceGroup : public GroupTransport {
+ public:
+  DeviceGroup(const Capabilities& capabilities, std::shared_ptr<DeviceMember> member,
+              MakeDeviceHandle make_handle)
+      : capabilities_(capabilities), member_(std::move(member)), make_handle_(std::move(make_handle)) {}
+  ~DeviceGroup() override {
+    close();
+    for (const auto& block : symmetric_) member_->backend->release(const_cast<uint8_t*>(block.first));
+  }
+
+  Capabilities capabilities() const override { return capabilities_; }
+
+  Status create_handle(const HandleSettings& settings, std::unique_ptr<HandleTransport>* handle) override {
+    return make_handle_(settings, handle);
+  }
+
+  // Nothing that a caller owns is read by peers in place, and zero_copy is refused at creation: plain memory.
+  Status mem_alloc(int64_t bytes, void** pointer) override {
+    NVTE_EP_TRY(member_->check_alive());
+    void* block = nullptr;
+    NVTE_EP_TRY(member_->backend->allocate(bytes, &block));
+    const Status met = member_->ranks->agree("mem_alloc", {{"bytes", bytes}}, nullptr);
+    if (!met.ok()) {
+      member_->backend->release(block);
+      return met;
+    }
+    symmetric_[static_cast<uint8_t*>(block)] = bytes;
+    *pointer = block;
+    return Status();
+  }
+  Status mem_free(void* pointer) override {
+    const auto found = symmetric_.find(static_cast<uint8_t*>(pointer));
+    if (found == symmetric_.end())
+      return invalid_argument("pointer: expected one from mem_alloc of this group, got ", pointer);
+    NVTE_EP_TRY(member_->ranks->agree("mem_free", {{"bytes", found->second}}, nullptr));
+    member_->backend->release(pointer);
+    symmetric_.erase(found);
+    return Status();
+  }
+  bool is_symmetric(const void* pointer, int64_t bytes) const override {
+    const uint8_t* p = static_cast<const uint8_t*>(pointer);
+    auto it = symmetric_.upper_bound(p);
+    if (it == symmetric_.begin()) return false;
+    --it;
+    return p + bytes <= it->first + it->second;
+  }
+
+  Finding poll() override {
+    Finding finding;
+    const Status failed = member_->ranks->failure(&finding.rank);
+    if (!failed.ok()) {
+      finding.status = failed.code();
+      return finding;
+    }
+    return member_->next_finding();
+  }
+
+  Status failure() const override { return member_->check_alive(); }
+
+  void abort() override { member_->ranks->abort(text("rank ", member_->rank, " aborted the group")); }
+
+  void close() override {
+    if (closed_) return;
+    closed_ = true;
+    member_->ranks->close();
+  }
+
+ private:
+  const Capabilities capabilities_;
+  const std::shared_ptr<DeviceMember> member_;
+  const MakeDeviceHandle make_handle_;
+  std::map<const uint8_t*, int64_t> symmetric_;
+  bool closed_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<GroupTransport> make_device_group(const Capabilities& capabilities,
+                                                  std::shared_ptr<DeviceMember> member,
+                                                  MakeDeviceHandle make_handle) {
+  return std::make_unique<DeviceGroup>(capabilities, std::move(member), std::move(make_handle));
+}
+
+}  // namespace nvte_ep

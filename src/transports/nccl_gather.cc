@@ -1,0 +1,50 @@
+#include "transports/nccl_gather.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "transports/device_buffer.h"
+
+namespace nvte_ep {
+
+Status NcclGather::gather(const char* step, const void* mine, int64_t bytes, void* all,
+                          nvte_ep_stream_t stream) const {
+  DeviceBuffer send, receive;
+  NVTE_EP_TRY(send.reserve(backend_, bytes));
+  NVTE_EP_TRY(receive.reserve(backend_, bytes * size_));
+  NVTE_EP_TRY(backend_->upload(send.as<void>(), mine, bytes, stream));
+  NVTE_EP_TRY(backend_->with_device([&] {
+    return nccl::check(api_,
+                       api_.ncclAllGather(send.as<void>(), receive.as<void>(), static_cast<size_t>(bytes),
+                                          nccl::kUint8, comm_, stream),
+                       "ncclAllGather", comm_);
+  }));
+  NVTE_EP_TRY(wait_(step, stream));
+  return backend_->download(all, receive.as<void>(), bytes * size_, stream);
+}
+
+Status NcclGather::agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream) const {
+  const AgreedValues values = agreed_values(step, mine);
+  std::vector<AgreedValues> all(static_cast<size_t>(size_));
+  NVTE_EP_TRY(gather(step, &values, sizeof(values), all.data(), stream));
+  return check_agreement(mine, all);
+}
+
+Status NcclGather::settle(const char* step, const Status& mine, nvte_ep_stream_t stream) const {
+  struct Outcome {
+    int32_t code;
+    char message[252];
+  };
+  Outcome own{mine.code(), {}};
+  std::memcpy(own.message, mine.message().data(), std::min(mine.message().size(), sizeof(own.message) - 1));
+  std::vector<Outcome> all(static_cast<size_t>(size_));
+  NVTE_EP_TRY(gather(step, &own, sizeof(own), all.data(), stream));
+  for (int32_t r = 0; r < size_; ++r) {
+    const Outcome& outcome = all[static_cast<size_t>(r)];
+    if (outcome.code == NVTE_EP_STATUS_OK) continue;
+    return Status(outcome.code, text("rank ", r, ": ", outcome.message));
+  }
+  return Status();
+}
+
+}  // namespace nvte_ep

@@ -1,0 +1,43 @@
+// What the ranks of an NCCL communicator tell each other's hosts, while a group is created for example. Every call is
+// collective and waits.
+#ifndef NVTE_EP_TRANSPORTS_NCCL_GATHER_H_
+#define NVTE_EP_TRANSPORTS_NCCL_GATHER_H_
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "core/backend.h"
+#include "transports/agreement.h"
+#include "transports/nccl_api.h"
+
+namespace nvte_ep {
+
+class NcclGather {
+ public:
+  // Waits until the stream is idle, for a bounded time: NCCL itself waits for ever. After a failure the communicator is not
+  // used any more.
+  using Wait = std::function<Status(const char* step, nvte_ep_stream_t stream)>;
+  NcclGather(const nccl::Api& api, nccl::Comm comm, Backend* backend, int32_t size, Wait wait)
+      : api_(api), comm_(comm), backend_(backend), size_(size), wait_(std::move(wait)) {}
+
+  // all [size, bytes]: every rank's bytes, in the order of the ranks.
+  Status gather(const char* step, const void* mine, int64_t bytes, void* all, nvte_ep_stream_t stream) const;
+
+  // INVALID_ARGUMENT on every rank where the ranks' values differ.
+  Status agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream) const;
+
+  // OK where every rank is; else the first failure, on every rank, with the rank that has it.
+  Status settle(const char* step, const Status& mine, nvte_ep_stream_t stream) const;
+
+ private:
+  const nccl::Api& api_;
+  const nccl::Comm comm_;
+  Backend* const backend_;
+  const int32_t size_;
+  const Wait wait_;
+};
+
+}  // namespace nvte_ep
+
+#endif  // NVTE_EP_TRANSPORTS_NCCL_GATHER_H_

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Job: rank and size from every launcher's environment, and exchanges between processes through files."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nvte_ep
+import pytest
+from nvte_ep import Job, job
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "TORCHELASTIC_RUN_ID": "none",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-host-77@1",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
+SLURM = {
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "4",
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "0",
+}
+ENVIRONMENTS = {"torchrun": TORCHRUN, "Open MPI": OPEN_MPI, "MPICH": MPICH, "Slurm": SLURM}
+
+
+@pytest.fixture(autouse=True)
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job.tempfile, "gettempdir", lambda: str(tmp_path))
+
+
+@pytest.mark.parametrize("launcher", ENVIRONMENTS)
+def test_places(launcher: str) -> None:
+    found = Job.from_environment(ENVIRONMENTS[launcher])
+    rank = list(ENVIRONMENTS).index(launcher)
+    rank = {"torchrun": 1, "Open MPI": 2, "MPICH": 3, "Slurm": 0}[launcher]
+    assert (found.rank, found.size, found.local_rank, found.local_size) == (rank, 4, rank, 4)
+    assert found.launcher == launcher
+
+
+def test_alone(tmp_path: Path) -> None:
+    with Job.from_environment({}) as alone:
+        assert (alone.rank, alone.size, alone.local_rank) == (0, 1, 0)
+        assert alone.gather(b"x") == [b"x"]
+        assert alone.broadcast(lambda: b"y") == b"y"
+        alone.barrier()
+        folder = alone._folder
+        assert folder.is_dir()
+    assert not folder.exists()
+
+
+def test_mpirun_inside_a_slurm_job_is_an_mpirun() -> None:
+    assert Job.from_environment({**SLURM, **OPEN_MPI}).launcher == "Open MPI"
+
+
+def test_a_batch_script_is_no_step() -> None:
+    """Slurm sets SLURM_PROCID and SLURM_NTASKS there too, for one process."""
+    assert Job.from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).size == 1
+
+
+@pytest.mark.parametrize(("text", "local"), [("4", 4), ("4(x1)", 4), ("3,1", None), ("", None)])
+def test_ranks_of_a_machine(text: str, local: int | None) -> None:
+    assert job._number({"N": text}, "N") == local
+
+
+def folder_of(environment: dict[str, str]) -> Path:
+    return Job.from_environment(environment)._folder
+
+
+@pytest.mark.parametrize("launcher", ENVIRONMENTS)
+def test_the_ranks_of_a_job_meet_and_those_of_another_do_not(
+    launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = ENVIRONMENTS[launcher]
+    mine = next(entry for entry in job.LAUNCHERS if entry.name == launcher)
+    other_rank = {**variables, mine.rank: "1" if variables[mine.rank] != "1" else "2"}
+    assert folder_of(other_rank) == folder_of(variables)
+    if mine.job_is_unique:
+        assert folder_of({**variables, mine.job[0]: "another"}) != folder_of(variables)
+    else:  # the same settings, started later
+        before = folder_of(variables)
+        monkeypatch.setattr(job, "_parent", lambda: "another")
+        assert folder_of(variables) != before
+
+
+def test_several_machines_need_a_folder(tmp_path: Path) -> None:
+    variables = {**TORCHRUN, "WORLD_SIZE": "8"}
+    with pytest.raises(nvte_ep.UnsupportedError, match="NVTE_EP_RENDEZVOUS"):
+        Job.from_environment(variables)
+    assert folder_of({**variables, "NVTE_EP_RENDEZVOUS": str(tmp_path)}) == tmp_path
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    base = tmp_path / f"nvte_ep.{os.getuid()}"
+    base.mkdir()
+    base.chmod(0o777)
+    with pytest.raises(nvte_ep.UnsupportedError, match="alone"):
+        Job.from_environment(TORCHRUN)
+    base.chmod(0o700)
+    folder = folder_of(TORCHRUN)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
+    lonely = Job(0, 2, tmp_path, timeout=0.2)
+    started = time.monotonic()
+    with pytest.raises(
+        nvte_ep.PeerTimeoutError, match=r"rank 1 of 2 did not come to exchange 1 within 0\.2 s"
+    ):
+        lonely.gather(b"")
+    assert time.monotonic() - started < 5
+
+
+def test_half_a_value_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of a value is not there before all of it is."""
+    writer, reader = Job(0, 2, tmp_path), Job(1, 2, tmp_path, timeout=0.05)
+    real = os.replace
+    seen = []
+
+    def replace(source: Any, target: Any) -> None:
+        with pytest.raises(nvte_ep.PeerTimeoutError):
+            reader._get("1.0")
+        seen.append(Path(source).read_bytes())
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    writer.broadcast(lambda: b"all of it")
+    assert seen == [b"all of it"]
+    assert reader.broadcast(lambda: b"") == b"all of it"
+
+
+def test_closed(tmp_path: Path) -> None:
+    closed = Job(0, 1, tmp_path)
+    closed.close()
+    closed.close()
+    assert tmp_path.is_dir()  # the caller's
+    with pytest.raises(nvte_ep.BadStateError, match="closed"):
+        closed.barrier()
+
+
+@pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])
+def test_impossible_ranks(rank: int, size: int, tmp_path: Path) -> None:
+    with pytest.raises(nvte_ep.InvalidArgumentError, match="rank"):
+        Job(rank, size, tmp_path)
+
+
+@pytest.mark.parametrize("digits", ["", "zz", "00" * 127, "00" * 129])
+def test_unique_ids_that_are_none(digits: str) -> None:
+    with pytest.raises(nvte_ep.InvalidArgumentError, match="NVTE_EP_UNIQUE_ID"):
+        job.parse_unique_id(digits)
+
+
+def test_unique_id_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = bytes(range(128))
+    made: list[Any] = []
+    monkeypatch.setenv("NVTE_EP_UNIQUE_ID", given.hex())
+    monkeypatch.setattr(job.Communicator, "nccl", lambda *arguments, **_: made.append(arguments))
+    Job(1, 2, tmp_path).communicator(device_id=0)
+    assert made == [(given, 1, 2)]
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- processes -------------------------------------------------------------------------------------------
+
+EXCHANGES = """
+import json, sys, time
+from pathlib import Path
+from nvte_ep import Job
+
+with Job.from_environment(timeout=30) as job:
+    time.sleep(0.05 * (job.rank * 7 % 3))
+    found = {"rank": job.rank, "local": job.local_rank, "launcher": job.launcher}
+    for number in range(30):
+        found["gathered"] = [value.decode() for value in job.gather(f"{number}.{job.rank}".encode())]
+        assert found["gathered"] == [f"{number}.{rank}" for rank in range(job.size)]
+        root = number % job.size
+        assert job.broadcast(lambda: f"from {job.rank}".encode(), root) == f"from {root}".encode()
+    job.barrier()
+Path(sys.argv[1], str(job.rank)).write_text(json.dumps(found))
+"""
+
+
+def run(size: int, code: str, folder: Path, environment: Callable[[int], dict[str, str]] | None) -> int:
+    command = [sys.executable, "-c", code, str(folder)]
+    path = str(Path(nvte_ep.__file__).resolve().parents[1])
+    if environment is None:
+        return job.launch(command, size, environment={"PYTHONPATH": path})
+    import subprocess
+
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(folder / "tmp"), **environment(rank)},
+        )
+        for rank in range(size)
+    ]
+    return max(process.wait(60) for process in processes)
+
+
+@pytest.mark.parametrize("launcher", ["launch", *ENVIRONMENTS])
+def test_processes(launcher: str, tmp_path: Path) -> None:
+    size = 4
+    (tmp_path / "tmp").mkdir()
+    environment = None
+    if launcher != "launch":
+        mine = next(entry for entry in job.LAUNCHERS if entry.name == launcher)
+
+        def environment(rank: int) -> dict[str, str]:
+            return {**ENVIRONMENTS[launcher], mine.rank: str(rank), mine.local_rank: str(rank)}
+
+    assert run(size, EXCHANGES, tmp_path, environment) == 0
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(size)]
+    assert [one["rank"] for one in found] == [one["local"] for one in found] == [0, 1, 2, 3]
+    assert {one["launcher"] for one in found} == {"nvte_ep.job.launch" if launcher == "launch" else launcher}
+    assert list((tmp_path / "tmp").glob("nvte_ep.*/*")) == []  # taken away in the end
+
+
+def test_launch_ends_all_when_one_fails(tmp_path: Path) -> None:
+    code = """
+import os, sys, time
+from nvte_ep import Job
+rank = Job.from_environment().rank
+if rank == 1:
+    sys.exit(7)
+time.sleep(60)
+"""
+    started = time.monotonic()
+    assert run(3, code, tmp_path, None) == 7
+    assert time.monotonic() - started < 30
