@@ -577,7 +577,8 @@ NVTE_EP_API nvte_ep_status_t nvte_ep_handle_create(nvte_ep_group_t group, const 
 NVTE_EP_API nvte_ep_status_t nvte_ep_handle_destroy(nvte_ep_handle_t handle);
 
 /* For expert e of this rank (E_local of them), with n_e routed tokens, p_e = n_e rounded up to the alignment and o the prefix
- * sum of p. Every output may be NULL; index outputs are int32 or int64 as the tensor says; all on the group's device. */
+ * sum of p. Every output may be NULL; index outputs are int32 or int64 as the tensor says (a count that int32 cannot hold
+ * becomes 2^31 - 1); all on the group's device. */
 typedef struct nvte_ep_prepare_args {
   uint32_t struct_size;
   uint32_t flags;

@@ -58,6 +58,11 @@ struct IndexView {
   bool is_int64 = true;
 };
 
+// What an int32 output gets of a number of rows.
+NVTE_EP_HD int32_t saturated_int32(int64_t count) {
+  return static_cast<int32_t>(count < INT32_MAX ? count : INT32_MAX);
+}
+
 struct CodecOptions {
   bool stochastic = false;
   bool saturate = false;
@@ -212,7 +217,7 @@ class Backend {
   // The first min(items, *count) items of words_per_item 32-bit words each.
   virtual Status copy_words(void* to, const void* from, int64_t words_per_item, int64_t items,
                             const IndexView& count, nvte_ep_stream_t stream) = 0;
-  // counts [n] int64 to a caller's tensor, int32 or int64.
+  // counts [n] int64 to a caller's tensor, int64 or int32 (saturated).
   virtual Status write_index(const TensorView& out, const int64_t* counts, nvte_ep_stream_t stream) = 0;
 
   // Makes all kernels ready, so that none is loaded while another one waits for it.

@@ -314,8 +314,9 @@ TEST_F(ReceiveParity, Swizzle) {
               v.shape[1] = columns;
               v.stride = stride;
               const IndexView index{grouped ? given->on(cuda) : nullptr, true};
-              ASSERT_TRUE(
-                  (cuda ? cuda_ : host_)->swizzle(v, index, 4, tiles.on(cuda), tile_rows, inverse, nullptr).ok());
+              ASSERT_TRUE((cuda ? cuda_ : host_)
+                              ->swizzle(v, index, 4, tiles.on(cuda), tile_rows, inverse, nullptr)
+                              .ok());
             }
             ASSERT_CUDA(cudaDeviceSynchronize());
             ASSERT_TRUE(inverse ? back.equal("scales") : tiles.equal("tiles"));
