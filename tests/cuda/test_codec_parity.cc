@@ -473,6 +473,22 @@ TEST_F(CodecParity, SmallShapes) {
   }
 }
 
+// A row a warp, under compute-sanitizer too.
+TEST_F(CodecParity, SmallShapesManyRows) {
+  Rng rng(10);
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (const bool stochastic : {false, true}) {
+      const int64_t rows = 1100, hidden = 1056;
+      Tokens tokens(dtype, rows, hidden, hidden + 8);
+      tokens.set(make_values(Data::kNonFinite, rows, hidden, &rng));
+      Options options;
+      if (stochastic) options.with_rng(1, 2);
+      Rows out(NVTE_EP_FORMAT_NVFP4, rows, hidden, true);
+      quantize_both(&out, &tokens, options);
+    }
+  }
+}
+
 TEST_F(CodecParity, ZeroRows) {
   for (const int32_t format : kFormatIds) {
     Rows none(format, 0, 64, true);
