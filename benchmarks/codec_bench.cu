@@ -491,7 +491,8 @@ class Bench {
       std::vector<uint8_t> c = inverse ? std::vector<uint8_t>(a.size()) : std::vector<uint8_t>(b.size());
       TensorView h = view(inverse ? c.data() : a.data());
       h.shape[0] = n;
-      check(host_->swizzle(h, IndexView(), 1, inverse ? b.data() : c.data(), round_up(n, 128), inverse, nullptr));
+      check(host_->swizzle(h, IndexView(), 1, inverse ? b.data() : c.data(), round_up(n, 128), inverse,
+                           nullptr));
       record(what, matrix_rows, columns, bytes, bytes, t, c == (inverse ? a : b));
     }
   }

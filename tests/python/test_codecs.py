@@ -487,9 +487,7 @@ def test_unswizzle_an_operand(alignment: int) -> None:
     tokens = np.random.default_rng(7).standard_normal((rows, hidden)).astype(np.float32)
     packed = nvte_ep.nvfp4_pack(tokens)
     operands = {
-        layout: nvte_ep.nvfp4_direct_receive(
-            packed, hidden, counts, scale_layout=layout, alignment=alignment
-        )
+        layout: nvte_ep.nvfp4_direct_receive(packed, hidden, counts, scale_layout=layout, alignment=alignment)
         for layout in ("swizzled", "linear")
     }
     back = nvte_ep.scales_unswizzle(operands["swizzled"].scales, rows, hidden // 16, counts)
