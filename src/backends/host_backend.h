@@ -25,8 +25,23 @@ class HostBackend : public Backend {
                  uint8_t* swizzled, int64_t tile_rows, bool inverse, nvte_ep_stream_t stream) override;
   Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) override;
   Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) override;
+  Status merge_slots(const MergeSlots& merge, nvte_ep_stream_t stream) override;
+  Status tag_rows(const TagRows& tag, nvte_ep_stream_t stream) override;
+  Status locate_rows(const LocateRows& locate, nvte_ep_stream_t stream) override;
+  Status scatter_rows(const ScatterRows& scatter, nvte_ep_stream_t stream) override;
   Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
                         const TensorView& out, nvte_ep_stream_t stream) override;
+  // Everything is done when a call returns.
+  Status create_mark(void** mark) override {
+    *mark = nullptr;
+    return Status();
+  }
+  void destroy_mark(void*) override {}
+  Status set_mark(void*, nvte_ep_stream_t) override { return Status(); }
+  Status mark_passed(void*, bool* passed) override {
+    *passed = true;
+    return Status();
+  }
   Status synchronize() override { return Status(); }
   Status preload() override { return Status(); }
   int32_t num_sms() const override { return 1; }
@@ -50,6 +65,7 @@ class HostBackend : public Backend {
   Status write_index(const TensorView& out, const int64_t* counts, nvte_ep_stream_t stream) override;
   Status allocate(int64_t bytes, void** pointer) override;
   void release(void* pointer) override;
+  void abandon() override {}
   Status allocate_shared(int64_t bytes, void** pointer) override { return allocate(bytes, pointer); }
   void release_shared(void* pointer) override { release(pointer); }
   Status upload(void* to, const void* from, int64_t bytes, nvte_ep_stream_t stream) override;

@@ -65,7 +65,7 @@ Status HostBackend::gather_rows(const GatherRows& g, nvte_ep_stream_t) {
   const int64_t slots = g.slot_count.data ? std::min(g.slots, load_index(g.slot_count, 0)) : g.slots;
   parallel_for(slots, grain_of(g.row_bytes), max_threads_, [&](int64_t begin, int64_t end) {
     for (int64_t s = begin; s < end; ++s) {
-      const int64_t source = g.slot_source[s];
+      const int64_t source = g.slot_source != nullptr ? g.slot_source[s] : s;
       const int64_t rank = source >> 32;
       const int64_t token = source & 0xFFFFFFFF;
       if (g.out != nullptr) {
@@ -97,6 +97,32 @@ Status HostBackend::reduce_rows(const ReduceRows& r, nvte_ep_stream_t) {
       store_row(sum.data(), r.result.dtype, hidden, r.result.row(t));
     }
   });
+  return Status();
+}
+
+Status HostBackend::merge_slots(const MergeSlots& m, nvte_ep_stream_t) {
+  ReduceRows r{};
+  r.num_ranks = 1;
+  r.top_k = m.top_k;
+  r.rows.block = m.rows.data;
+  r.rows.row_stride = m.rows.stride * dtype_bytes(m.rows.dtype);
+  r.weights.block = m.weights;
+  r.weights.row_stride = 4;
+  r.result = m.out;
+  const int64_t columns = m.out.columns();
+  std::vector<float> row(static_cast<size_t>(columns)), partial, sum(row);
+  for (int64_t s = 0; s < load_index(m.slot_count, 0); ++s) {
+    const int64_t source = m.slot_source[s];
+    if (source < 0) continue;
+    const SlotAddress* slots = m.slots + ((source >> 32) * m.tokens + (source & 0xFFFFFFFF)) * m.top_k;
+    const SlotAddress* first = std::find_if(slots, slots + m.top_k, [](SlotAddress a) { return a >= 0; });
+    if (slot_of(*first) == s) {
+      sum_token(r, slots, &row, &partial, &sum);
+    } else {
+      std::fill(sum.begin(), sum.end(), 0.0f);
+    }
+    store_row(sum.data(), m.out.dtype, columns, m.out.row(s));
+  }
   return Status();
 }
 

@@ -40,7 +40,7 @@ Status HostBackend::route(const Route& r, nvte_ep_stream_t) {
   }
   Routing mine;
   for (shape.rank = 0; shape.rank < r.num_ranks; ++shape.rank) {
-    if (shape.rank != r.rank && !r.slots && !r.rank_rows && !r.rank_choices) continue;
+    if (shape.rank != r.rank && !r.slots && !r.rank_rows && !r.rank_choices && !r.kept_indices) continue;
     Routing other;
     build_routing(sources, shape, shape.rank == r.rank ? &mine : &other);
   }
@@ -62,6 +62,9 @@ Status HostBackend::route(const Route& r, nvte_ep_stream_t) {
   for (int64_t i = 0; r.rank_choices != nullptr && i < choices; ++i) {
     r.rank_choices[i] =
         own[i] < 0 ? SlotAddress{-1} : slot_address(static_cast<int32_t>(own[i] >> kSlotBits), i);
+  }
+  for (int64_t i = 0; r.kept_indices != nullptr && i < choices; ++i) {
+    r.kept_indices[i] = own[i] < 0 ? -1 : r.indices[r.rank * choices + i];
   }
   if (r.rank_rows != nullptr) {
     std::fill_n(r.rank_rows, r.tokens * r.num_ranks, SlotAddress{-1});

@@ -74,6 +74,7 @@ struct CodecOptions {
   const float* tensor_scale = nullptr;        // [1]
   const float* fixed_expert_scale = nullptr;  // [E]
   IndexView row_count;                        // [1]; rows in use
+  int32_t num_sms = 0;                        // that kernels may take up; 0: all
   int32_t* findings = nullptr;                // [1]
 };
 
@@ -123,7 +124,7 @@ struct RankArrays {
 struct GatherRows {
   RankArrays rows;
   RankArrays weights;          // float32 [T, K] of each rank; none: not wanted
-  const int64_t* slot_source;  // [slots]
+  const int64_t* slot_source;  // [slots]; null: slot s takes row (0, s)
   const int32_t* slot_k;       // [slots] which of the token's top_k choices
   int64_t slots;               // total_rows, or more with slot_count
   IndexView slot_count;        // [1] in the backend's memory; null data: slots says it all
@@ -144,6 +145,62 @@ struct ReduceRows {
   bool accumulate;
   int32_t
       partial_format;  // BF16: rows travel as they are; MXFP8: one partial row per (token, rank) is rounded to MXFP8
+};
+
+// The slots of each token on this rank summed into the first of them, the others cleared, so that a sum over all of them is
+// exact: out[s] = sum over the slots of s's token of weight * row, FP32, in order of k, rounded once, if s is the first; else
+// zero. Padding is left as it is.
+struct MergeSlots {
+  TensorView rows;             // [slots, columns]
+  const float* weights;        // [slots]; null: 1
+  const int64_t* slot_source;  // [slots] as Route has it
+  const SlotAddress* slots;    // [num_ranks, tokens, top_k] as Route::in_slots
+  int64_t tokens;              // of each rank
+  int32_t top_k;
+  IndexView slot_count;  // [1] slots in use
+  TensorView out;        // [slots, columns], dtype of the rows
+};
+
+// Rows that say of themselves whose they are: behind the row a trailer of {rank, token} int32 [2], padded to 16 bytes, and the
+// token's weights, float32 [top_k], or zeros.
+struct TagRows {
+  uint8_t* rows;  // [tokens]
+  int64_t row_stride;
+  int64_t trailer;       // bytes from a row to its trailer, a multiple of 16
+  const float* weights;  // [tokens, top_k] or null
+  int64_t weights_stride;
+  int64_t tokens;
+  int32_t rank;
+  int32_t top_k;
+};
+constexpr int64_t kTagBytes = 16;  // from the trailer to the weights
+
+// Tagged rows that came in any order, expert by expert: place[s] = e * rows_per_expert + i for the row i of expert e that
+// belongs to slot s; -1 for padding.
+struct LocateRows {
+  const uint8_t* rows;  // [num_experts, rows_per_expert]
+  int64_t row_stride;
+  int64_t trailer;
+  const int32_t* counts;  // [num_experts] rows that came
+  int32_t num_experts;
+  int64_t rows_per_expert;
+  const SlotAddress* slots;  // [num_ranks, tokens, top_k] as Route::in_slots
+  int64_t tokens;
+  int32_t top_k;
+  const int64_t* slot_source;  // [slots]
+  const int32_t* slot_expert;  // [slots]
+  int64_t num_slots;
+  IndexView slot_count;  // [1] slots in use
+  int64_t* place;        // [slots]
+};
+
+// Rows in slots to the places of the above; padding goes nowhere.
+struct ScatterRows {
+  TensorView rows;  // [slots, columns]
+  const int64_t* place;
+  IndexView slot_count;
+  uint8_t* out;
+  int64_t out_stride;
 };
 
 // prepare on one rank, from the choices of all: what core/routing.h defines, in the backend's memory.
@@ -173,8 +230,9 @@ struct Route {
   // For sums that come back one row or value a rank: what the ranks that hold a token's copies send for it
   SlotAddress* rank_rows = nullptr;  // [tokens, num_ranks]: (rank, token), -1 where the rank holds none
   SlotAddress* rank_choices =
-      nullptr;                // [tokens, top_k]: (rank, token * top_k + k), -1 where there is no copy
-  void* workspace = nullptr;  // route_workspace_bytes
+      nullptr;                      // [tokens, top_k]: (rank, token * top_k + k), -1 where there is no copy
+  int32_t* kept_indices = nullptr;  // [tokens, top_k] this rank's indices, -1 where the copy was dropped
+  void* workspace = nullptr;        // route_workspace_bytes
 };
 
 class Backend {
@@ -200,6 +258,10 @@ class Backend {
 
   virtual Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) = 0;
   virtual Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) = 0;
+  virtual Status merge_slots(const MergeSlots& merge, nvte_ep_stream_t stream) = 0;
+  virtual Status tag_rows(const TagRows& tag, nvte_ep_stream_t stream) = 0;
+  virtual Status locate_rows(const LocateRows& locate, nvte_ep_stream_t stream) = 0;
+  virtual Status scatter_rows(const ScatterRows& scatter, nvte_ep_stream_t stream) = 0;
   // out[t, k] = the value of slots[t, k], 0 where there is none.
   virtual Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
                                 const TensorView& out, nvte_ep_stream_t stream) = 0;
@@ -227,11 +289,19 @@ class Backend {
   virtual Status with_device(const std::function<Status()>& function) = 0;
   // True where the stream is recording a graph; idle: where all that was enqueued is done.
   virtual Status is_capturing(nvte_ep_stream_t stream, bool* capturing) = 0;
+  // Marks in a stream: passed once all that was enqueued before them is done. For use outside of captures; asking may happen
+  // at any time, from any thread.
+  virtual Status create_mark(void** mark) = 0;
+  virtual void destroy_mark(void* mark) = 0;
+  virtual Status set_mark(void* mark, nvte_ep_stream_t stream) = 0;
+  virtual Status mark_passed(void* mark, bool* passed) = 0;
   virtual Status synchronize() = 0;  // all work on the device
   virtual Status is_idle(nvte_ep_stream_t stream, bool* idle) = 0;
   // Memory, aligned to 256 bytes (zero at first on a device). Shared memory is written by the device and read by the host at any time.
   virtual Status allocate(int64_t bytes, void** pointer) = 0;
   virtual void release(void* pointer) = 0;
+  // From now on nothing is freed: kernels that never end run on the device, and freeing waits for all that run.
+  virtual void abandon() = 0;
   virtual Status allocate_shared(int64_t bytes, void** pointer) = 0;
   virtual void release_shared(void* pointer) = 0;
   // Between host memory and the backend's, done on return: for creation and for eager groups only.

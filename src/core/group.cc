@@ -109,9 +109,11 @@ Status Handle::create(std::shared_ptr<Group> group, const HandleSettings& settin
     NVTE_EP_TRY(check_direction("combine_backward", settings.combine_backward, g.hidden, false, quantized));
     return transport.create_handle(created->settings_, &created->transport_);
   }));
-  const int64_t row_bytes = largest_row(g, {settings.dispatch, settings.combine_backward});
-  NVTE_EP_TRY(created->send_rows_.reserve(g.max_tokens_per_rank * row_bytes));
-  NVTE_EP_TRY(created->recv_rows_.reserve(g.recv_capacity * row_bytes));
+  if (!created->transport_->takes_dispatch()) {  // otherwise it has memory of its own
+    const int64_t row_bytes = largest_row(g, {settings.dispatch, settings.combine_backward});
+    NVTE_EP_TRY(created->send_rows_.reserve(g.max_tokens_per_rank * row_bytes));
+    NVTE_EP_TRY(created->recv_rows_.reserve(g.recv_capacity * row_bytes));
+  }
   *handle = std::move(created);
   return Status();
 }

@@ -75,23 +75,6 @@ class Group {
   std::map<int64_t, const void*> handles_;
 };
 
-// Input and output of dispatch and combine_backward.
-struct DispatchCall {
-  bool backward = false;
-  TensorView tokens;  // tokens [T, H], or packed rows uint8 [T, row_bytes]; data null with apart
-  bool packed = false;
-  bool is_apart = false;
-  RowsView apart;
-  TensorView weights;  // topk_weights
-  bool gives_weights = false;
-  int32_t receive = 0;
-  CodecOptions options;
-  TensorView received;
-  OperandView operand;
-  TensorView recv_weights;
-  RowWeighting weighting;  // combine_backward: slot_weights, expert_out, grad_slot_weights
-};
-
 class Handle {
  public:
   static Status create(std::shared_ptr<Group> group, const HandleSettings& settings,
@@ -123,7 +106,7 @@ class Handle {
   Scratch recv_rows_;  // packed rows in slots, where they are not received as such
 };
 
-// Bytes of the two scratch areas of a handle, largest over formats.
+// Bytes of the two scratch areas of a handle whose transport does not take a dispatch whole, largest over formats.
 int64_t handle_scratch_bytes(const GroupSettings& settings);
 
 }  // namespace nvte_ep

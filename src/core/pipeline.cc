@@ -6,9 +6,7 @@ namespace {
 // The rows to send: as given where they are rows of the wire format already, else packed into the handle's scratch.
 Status pack(Handle* handle, int32_t format, const DispatchCall& call, SendRows* send,
             nvte_ep_stream_t stream) {
-  const bool is_wire =
-      call.packed || (format == NVTE_EP_FORMAT_BF16 && call.tokens.dtype == DType::kBFloat16);
-  if (!call.is_apart && is_wire) {
+  if (call.is_wire(format)) {
     send->rows = call.tokens.data;
     send->row_stride = call.tokens.stride * dtype_bytes(call.tokens.dtype);
     send->readable_rows = call.tokens.rows();
@@ -30,12 +28,25 @@ Status pack(Handle* handle, int32_t format, const DispatchCall& call, SendRows* 
 
 }  // namespace
 
+Status receive_rows(Backend* backend, int32_t format, const RowsView& rows, const RoutingView& routing,
+                    const DispatchCall& call, nvte_ep_stream_t stream) {
+  CodecOptions options = call.options;
+  options.tensor_scale = nullptr;  // every row carries it
+  if (call.receive == NVTE_EP_RECEIVE_OPERAND) {
+    return backend->direct_receive(format, rows, routing.rows_per_expert, call.operand, options, stream);
+  }
+  options.row_count = routing.total_rows;
+  RowWeighting weighting = call.weighting;
+  if (call.is_weighted()) weighting.slot_source = routing.slot_source;
+  return backend->dequantize(format, rows, call.received, options, weighting, stream);
+}
+
 Status run_dispatch(Handle* handle, const DispatchCall& call, nvte_ep_stream_t stream) {
+  if (handle->transport().takes_dispatch()) return handle->transport().dispatch(call, stream);
   const HandleSettings& settings = handle->settings();
   const int32_t format = call.backward ? settings.combine_backward : settings.dispatch;
   const int64_t hidden = handle->group().settings().hidden;
   const RoutingView routing = handle->routing();
-  const bool weighted = call.weighting.weights != nullptr || call.weighting.dots != nullptr;
 
   SendRows send;
   send.row_bytes = row_layout(*find_format(format), hidden).row_bytes;
@@ -49,7 +60,7 @@ Status run_dispatch(Handle* handle, const DispatchCall& call, nvte_ep_stream_t s
   // Rows that are wanted as they travel land in the caller's memory.
   const bool direct = call.receive == NVTE_EP_RECEIVE_ROWS ||
                       (call.receive == NVTE_EP_RECEIVE_DECODED && format == NVTE_EP_FORMAT_BF16 &&
-                       call.received.dtype == DType::kBFloat16 && !weighted);
+                       call.received.dtype == DType::kBFloat16 && !call.is_weighted());
   if (direct) {
     send.out = call.received.data;
     send.out_stride = call.received.stride * dtype_bytes(call.received.dtype);
@@ -63,16 +74,7 @@ Status run_dispatch(Handle* handle, const DispatchCall& call, nvte_ep_stream_t s
   if (direct) return Status();
 
   const RowsView rows = packed_rows(format, send.out, send.out_stride, routing.slots, hidden);
-  CodecOptions options = call.options;
-  options.tensor_scale = nullptr;  // every row carries it
-  Backend* backend = handle->group().backend();
-  if (call.receive == NVTE_EP_RECEIVE_OPERAND) {
-    return backend->direct_receive(format, rows, routing.rows_per_expert, call.operand, options, stream);
-  }
-  options.row_count = routing.total_rows;
-  RowWeighting weighting = call.weighting;
-  if (weighted) weighting.slot_source = routing.slot_source;
-  return backend->dequantize(format, rows, call.received, options, weighting, stream);
+  return receive_rows(handle->group().backend(), format, rows, routing, call, stream);
 }
 
 }  // namespace nvte_ep

@@ -8,6 +8,10 @@
 
 namespace nvte_ep {
 
+// The last part: packed rows in slots, as they travelled, to what the call wants of them.
+Status receive_rows(Backend* backend, int32_t format, const RowsView& rows, const RoutingView& routing,
+                    const DispatchCall& call, nvte_ep_stream_t stream);
+
 Status run_dispatch(Handle* handle, const DispatchCall& call, nvte_ep_stream_t stream);
 
 }  // namespace nvte_ep

@@ -74,6 +74,29 @@ struct RoutingView {
   int64_t slots = 0;  // slots that a received tensor must have: the capacity, or the eager total
 };
 
+// Input and output of dispatch and combine_backward.
+struct DispatchCall {
+  bool backward = false;
+  TensorView tokens;  // tokens [T, H], or packed rows uint8 [T, row_bytes]; data null with apart
+  bool packed = false;
+  bool is_apart = false;
+  RowsView apart;
+  TensorView weights;  // topk_weights
+  bool gives_weights = false;
+  int32_t receive = 0;
+  CodecOptions options;
+  TensorView received;
+  OperandView operand;
+  TensorView recv_weights;
+  RowWeighting weighting;  // combine_backward: slot_weights, expert_out, grad_slot_weights
+
+  bool is_weighted() const { return weighting.weights != nullptr || weighting.dots != nullptr; }
+  // The tokens are rows of the wire format already.
+  bool is_wire(int32_t format) const {
+    return !is_apart && (packed || (format == NVTE_EP_FORMAT_BF16 && tokens.dtype == DType::kBFloat16));
+  }
+};
+
 // Every token's row to the slots of its experts.
 struct SendRows {
   const void* rows = nullptr;  // [T]
@@ -123,6 +146,12 @@ class HandleTransport {
   virtual Status prepare(const PrepareCall& call, nvte_ep_stream_t stream) = 0;
   virtual bool prepared() const = 0;
   virtual RoutingView routing() const = 0;
+  // Where a transport packs, sends and receives in steps of its own, it takes the call whole; otherwise core packs, send_rows
+  // moves rows, and core makes of the slots what is wanted.
+  virtual bool takes_dispatch() const { return false; }
+  virtual Status dispatch(const DispatchCall&, nvte_ep_stream_t) {
+    return Status(NVTE_EP_STATUS_INTERNAL, "this transport does not take a dispatch whole");
+  }
   virtual Status send_rows(const SendRows& call, nvte_ep_stream_t stream) = 0;
   virtual Status return_rows(const ReturnRows& call, nvte_ep_stream_t stream) = 0;
 };

@@ -14,16 +14,6 @@ constexpr int kMaxWarps = 32;
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
 __device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / kWarp; }
 
-// Programmatic dependent launch. let_kernel_after_start: a kernel that comes next on the stream and is launched to overlap
-// may start as soon as every thread block has come here, or is done. wait_for_kernel_before: until all that came before on
-// the stream is done and can be seen; returns at once in a kernel that does not overlap.
-__device__ __forceinline__ void let_kernel_after_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-__device__ __forceinline__ void wait_for_kernel_before() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
 // A value that is the same in all lanes, in a form of which the compiler knows that: arithmetic on it costs
 // the lanes nothing.
 __device__ __forceinline__ uint64_t uniform(uint64_t value) {

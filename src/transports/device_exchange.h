@@ -3,6 +3,7 @@
 #define NVTE_EP_TRANSPORTS_DEVICE_EXCHANGE_H_
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "core/transport.h"
@@ -23,18 +24,38 @@ struct ItemCounts {
   ItemCounts back() const { return ItemCounts{receive, send}; }
 };
 
-// One rank's end of the exchanges of a group. Steps of a group follow each other on its stream, on all ranks alike. Nothing
-// waits on the host but agree and wait.
-class DeviceExchange : public DeviceRanks {
+// One handle's rows, for transports whose engine puts them straight into slots and sums slots straight into tokens.
+class SlotExchange {
+ public:
+  virtual ~SlotExchange() = default;
+  // After the routing is known: tokens of this rank, slots as RoutingView has them.
+  virtual Status prepare(int64_t tokens, int64_t slots, nvte_ep_stream_t stream) = 0;
+  virtual Status dispatch(const DispatchCall& call, const RoutingView& routing, nvte_ep_stream_t stream) = 0;
+  virtual Status return_rows(const ReturnRows& call, nvte_ep_stream_t stream) = 0;
+};
+
+// Ranks that gather everybody's indices, each to build its part of the routing. Steps of a group follow each other on its
+// stream, on all ranks alike. Nothing waits on the host but agree and wait.
+class RoutingRanks : public DeviceRanks {
+ public:
+  // All-gather of a few bytes a rank, in rank order.
+  virtual Status gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) = 0;
+  // Waits for the stream, the time-out at most.
+  virtual Status wait(const char* step, nvte_ep_stream_t stream) = 0;
+  // What moves a handle's rows, for ranks that are no DeviceExchange. route: what every prepare fills.
+  virtual Status open_slots(const HandleSettings&, const Route& /*route*/, std::unique_ptr<SlotExchange>*) {
+    return Status();
+  }
+};
+
+// Ranks that exchange items: rows or values of tokens, as a step lists them.
+class DeviceExchange : public RoutingRanks {
  public:
   // Whether the exchange of each step moves listed items only (counts known to the host), or every token's.
   virtual bool exact_counts() const = 0;
 
   // Memory for the items of the next step; what is enqueued after the call may write it. bytes: at least, eager groups only.
   virtual Status outbox(int64_t bytes, void** memory, nvte_ep_stream_t stream) = 0;
-
-  // All-gather of a few bytes a rank, in rank order.
-  virtual Status gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) = 0;
 
   // items (in the outbox, or the caller's own memory where may_read_elsewhere) [tokens] of item_bytes, to be read by every
   // rank; *received: rank r's items at row(r, token). With counts: the items for rank 0, 1, ... one after the other, and
@@ -47,15 +68,16 @@ class DeviceExchange : public DeviceRanks {
   // row(r, token). With counts as share.
   virtual Status give_back(const void* items, int64_t tokens, int64_t item_bytes, const ItemCounts* counts,
                            RankArrays* received, nvte_ep_stream_t stream) = 0;
-
-  // Waits for the stream, the time-out at most.
-  virtual Status wait(const char* step, nvte_ep_stream_t stream) = 0;
 };
 
-// The group of a device transport over its exchange. name as in nvte_ep_group_info.
+// The group of a device transport over its exchange, or over ranks whose open_slots moves the rows. name as in
+// nvte_ep_group_info.
 std::unique_ptr<GroupTransport> make_device_group(const char* name, const GroupSettings& settings,
                                                   Backend* backend, int32_t rank, int32_t size,
                                                   std::unique_ptr<DeviceExchange> exchange);
+std::unique_ptr<GroupTransport> make_slot_group(const char* name, const GroupSettings& settings,
+                                                Backend* backend, int32_t rank, int32_t size,
+                                                std::unique_ptr<RoutingRanks> ranks);
 // What ranks must agree on to form a group.
 std::vector<Agreed> group_agreement(const GroupSettings& settings);
 // Bytes of the outbox that the largest step of a group of fixed capacity fills.

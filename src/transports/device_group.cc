@@ -90,7 +90,7 @@ class DeviceGroup : public GroupTransport {
       : capabilities_(capabilities), member_(std::move(member)), make_handle_(std::move(make_handle)) {}
   ~DeviceGroup() override {
     close();
-    for (const auto& block : symmetric_) member_->backend->release(const_cast<uint8_t*>(block.first));
+    for (const auto& block : symmetric_) release(const_cast<uint8_t*>(block.first));
   }
 
   Capabilities capabilities() const override { return capabilities_; }
@@ -99,16 +99,11 @@ class DeviceGroup : public GroupTransport {
     return make_handle_(settings, handle);
   }
 
-  // Nothing that a caller owns is read by peers in place, and zero_copy is refused at creation: plain memory.
   Status mem_alloc(int64_t bytes, void** pointer) override {
     NVTE_EP_TRY(member_->check_alive());
+    NVTE_EP_TRY(member_->ranks->agree("mem_alloc", {{"bytes", bytes}}, nullptr));
     void* block = nullptr;
-    NVTE_EP_TRY(member_->backend->allocate(bytes, &block));
-    const Status met = member_->ranks->agree("mem_alloc", {{"bytes", bytes}}, nullptr);
-    if (!met.ok()) {
-      member_->backend->release(block);
-      return met;
-    }
+    NVTE_EP_TRY(member_->ranks->allocate_symmetric(member_->backend, bytes, &block));
     symmetric_[static_cast<uint8_t*>(block)] = bytes;
     *pointer = block;
     return Status();
@@ -118,7 +113,7 @@ class DeviceGroup : public GroupTransport {
     if (found == symmetric_.end())
       return invalid_argument("pointer: expected one from mem_alloc of this group, got ", pointer);
     NVTE_EP_TRY(member_->ranks->agree("mem_free", {{"bytes", found->second}}, nullptr));
-    member_->backend->release(pointer);
+    release(pointer);
     symmetric_.erase(found);
     return Status();
   }
@@ -132,7 +127,8 @@ class DeviceGroup : public GroupTransport {
 
   Finding poll() override {
     Finding finding;
-    const Status failed = member_->ranks->failure(&finding.rank);
+    Status failed = member_->ranks->failure(&finding.rank);
+    if (failed.ok()) failed = member_->ranks->check_clock();
     if (!failed.ok()) {
       finding.status = failed.code();
       return finding;
@@ -151,6 +147,8 @@ class DeviceGroup : public GroupTransport {
   }
 
  private:
+  void release(void* memory) { member_->ranks->release_symmetric(member_->backend, memory); }
+
   const Capabilities capabilities_;
   const std::shared_ptr<DeviceMember> member_;
   const MakeDeviceHandle make_handle_;

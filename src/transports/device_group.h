@@ -27,8 +27,15 @@ class DeviceRanks {
   virtual Status agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream) = 0;
   // The failure that ended the group, or OK; *rank is the one that caused it, -1 unknown. Never blocks.
   virtual Status failure(int32_t* rank) = 0;
+  // The same, and TIMEOUT where kernels that cannot be timed are on the device for too long.
+  virtual Status check_clock() { return Status(); }
   virtual void abort(const std::string& message) = 0;
   virtual void close() = 0;
+  // Memory for mem_alloc, the same bytes on every rank. Peers reach it where the group has zero_copy; collective.
+  virtual Status allocate_symmetric(Backend* backend, int64_t bytes, void** memory) {
+    return backend->allocate(bytes, memory);
+  }
+  virtual void release_symmetric(Backend* backend, void* memory) { backend->release(memory); }
 };
 
 // What a handle's kernels tell the host, at any time: sums over all calls.

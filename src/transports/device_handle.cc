@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/group.h"
 #include "transports/device_buffer.h"
 #include "transports/device_exchange.h"
 #include "transports/device_group.h"
@@ -28,9 +29,10 @@ struct Plan {
 
 class DeviceHandle : public HandleTransport {
  public:
-  DeviceHandle(std::shared_ptr<DeviceMember> member, std::shared_ptr<DeviceExchange> exchange,
-               const HandleSettings& settings)
-      : member_(std::move(member)), exchange_(std::move(exchange)), settings_(settings) {}
+  // exchange: null where the ranks move rows by a SlotExchange for each handle.
+  DeviceHandle(std::shared_ptr<DeviceMember> member, std::shared_ptr<RoutingRanks> ranks,
+               DeviceExchange* exchange, const HandleSettings& settings)
+      : member_(std::move(member)), ranks_(std::move(ranks)), exchange_(exchange), settings_(settings) {}
   ~DeviceHandle() override { member_->remove(&report_); }
 
   Status allocate() {
@@ -69,6 +71,7 @@ class DeviceHandle : public HandleTransport {
                  {pointer(&r.in_slots), choices * 8 * member_->size},
                  {pointer(&r.rank_rows), g.max_tokens_per_rank * member_->size * 8},
                  {pointer(&r.rank_choices), choices * 8},
+                 {pointer(&r.kept_indices), exchange_ == nullptr ? choices * 4 : 0},
                  {&r.workspace, backend->route_workspace_bytes(r)}};
     int64_t total = 0;
     for (const auto& p : parts) total += round_up(p.bytes, kOperandPartAlignment);
@@ -80,6 +83,8 @@ class DeviceHandle : public HandleTransport {
     }
     r.indices = all_;
     r.history = counters_ + 2;
+    if (exchange_ != nullptr) r.kept_indices = nullptr;
+    NVTE_EP_TRY(ranks_->open_slots(settings_, route_, &slot_exchange_));
     NVTE_EP_TRY(report_.allocate(backend));
     member_->add(&report_, settings_.id);
     return Status();
@@ -105,10 +110,11 @@ class DeviceHandle : public HandleTransport {
     const int64_t choices = route_.tokens * settings_.top_k;
     NVTE_EP_TRY(
         backend->clean_indices(call.topk_idx, route_.num_experts, route_.tokens, clean_, counters_, stream));
-    NVTE_EP_TRY(exchange_->gather(clean_, all_, choices * 4, stream));
+    NVTE_EP_TRY(ranks_->gather(clean_, all_, choices * 4, stream));
     NVTE_EP_TRY(backend->route(route_, stream));
     NVTE_EP_TRY(backend->write_index(shared_report(), counters_, stream));
     NVTE_EP_TRY(member_->settings.eager() ? plan_eager(stream) : plan_fixed());
+    if (slot_exchange_ != nullptr) NVTE_EP_TRY(slot_exchange_->prepare(tokens_, slots_, stream));
     prepared_ = true;
     return hand_out(call, stream);
   }
@@ -130,6 +136,13 @@ class DeviceHandle : public HandleTransport {
     NVTE_EP_TRY(member_->check_alive());
     if (plan_.send_tokens != nullptr) return Status();  // listed items are gathered from anywhere
     return exchange_->outbox(outbox_need(largest_row()), memory, stream);
+  }
+
+  bool takes_dispatch() const override { return slot_exchange_ != nullptr; }
+
+  Status dispatch(const DispatchCall& call, nvte_ep_stream_t stream) override {
+    NVTE_EP_TRY(member_->check_alive());
+    return slot_exchange_->dispatch(call, routing(), stream);
   }
 
   Status send_rows(const SendRows& call, nvte_ep_stream_t stream) override {
@@ -162,6 +175,7 @@ class DeviceHandle : public HandleTransport {
 
   Status return_rows(const ReturnRows& call, nvte_ep_stream_t stream) override {
     NVTE_EP_TRY(member_->check_alive());
+    if (slot_exchange_ != nullptr) return slot_exchange_->return_rows(call, stream);
     Backend* backend = member_->backend;
     const int64_t hidden = member_->settings.hidden;
     const int64_t row_bytes = hidden * dtype_bytes(call.slots.dtype);
@@ -280,12 +294,12 @@ class DeviceHandle : public HandleTransport {
 
   // Eager: the host learns the number of slots, and where the exchange can use it, what exactly has to travel.
   Status plan_eager(nvte_ep_stream_t stream) {
-    NVTE_EP_TRY(exchange_->wait("prepare", stream));
+    NVTE_EP_TRY(ranks_->wait("prepare", stream));
     NVTE_EP_TRY(plan_fixed());
     int64_t totals[3];
     NVTE_EP_TRY(member_->backend->download(totals, route_.totals, sizeof(totals), stream));
     slots_ = totals[0];
-    return exchange_->exact_counts() ? plan_exact(stream) : Status();
+    return exchange_ != nullptr && exchange_->exact_counts() ? plan_exact(stream) : Status();
   }
 
   // The host reads the routing and lists what has to travel.
@@ -392,11 +406,13 @@ class DeviceHandle : public HandleTransport {
   }
 
   const std::shared_ptr<DeviceMember> member_;
-  const std::shared_ptr<DeviceExchange> exchange_;
+  const std::shared_ptr<RoutingRanks> ranks_;
+  DeviceExchange* const exchange_;  // the same
   const HandleSettings settings_;
   DeviceBuffer memory_;
   DeviceBuffer lists_[5];
   Route route_;
+  std::unique_ptr<SlotExchange> slot_exchange_;
   Plan plan_;
   int32_t* clean_ = nullptr;
   int32_t* all_ = nullptr;
@@ -408,26 +424,40 @@ class DeviceHandle : public HandleTransport {
   bool prepared_ = false;
 };
 
+std::unique_ptr<GroupTransport> make_group(const char* name, const GroupSettings& settings, Backend* backend,
+                                           int32_t rank, int32_t size,
+                                           const std::shared_ptr<RoutingRanks>& ranks,
+                                           DeviceExchange* exchange) {
+  auto member = std::make_shared<DeviceMember>();
+  member->ranks = ranks;
+  member->settings = settings;
+  member->backend = backend;
+  member->rank = rank;
+  member->size = size;
+  return make_device_group(Capabilities{name, true, true, false}, member,
+                           [member, ranks, exchange](const HandleSettings& handle_settings,
+                                                     std::unique_ptr<HandleTransport>* handle) {
+                             auto created =
+                                 std::make_unique<DeviceHandle>(member, ranks, exchange, handle_settings);
+                             NVTE_EP_TRY(created->allocate());
+                             *handle = std::move(created);
+                             return Status();
+                           });
+}
+
 }  // namespace
 
 std::unique_ptr<GroupTransport> make_device_group(const char* name, const GroupSettings& settings,
                                                   Backend* backend, int32_t rank, int32_t size,
                                                   std::unique_ptr<DeviceExchange> exchange) {
-  auto member = std::make_shared<DeviceMember>();
-  const std::shared_ptr<DeviceExchange> shared = std::move(exchange);
-  member->ranks = shared;
-  member->settings = settings;
-  member->backend = backend;
-  member->rank = rank;
-  member->size = size;
-  return make_device_group(
-      Capabilities{name, true, true, false}, member,
-      [member, shared](const HandleSettings& handle_settings, std::unique_ptr<HandleTransport>* handle) {
-        auto created = std::make_unique<DeviceHandle>(member, shared, handle_settings);
-        NVTE_EP_TRY(created->allocate());
-        *handle = std::move(created);
-        return Status();
-      });
+  DeviceExchange* const same = exchange.get();
+  return make_group(name, settings, backend, rank, size, std::move(exchange), same);
+}
+
+std::unique_ptr<GroupTransport> make_slot_group(const char* name, const GroupSettings& settings,
+                                                Backend* backend, int32_t rank, int32_t size,
+                                                std::unique_ptr<RoutingRanks> ranks) {
+  return make_group(name, settings, backend, rank, size, std::move(ranks), nullptr);
 }
 
 std::vector<Agreed> group_agreement(const GroupSettings& settings) {
@@ -449,7 +479,8 @@ int64_t device_handle_bytes(const GroupSettings& settings, int32_t size) {
   const int64_t choices = settings.max_tokens_per_rank * settings.max_top_k;
   const int64_t local = settings.num_experts / size;
   const int64_t slots = settings.eager() ? choices * size + local * 127 : settings.recv_capacity;
-  return choices * (4 + 8) * (size + 1) + settings.max_tokens_per_rank * size * 8 + slots * 16 + local * 40;
+  return choices * (4 + 8) * (size + 1) + settings.max_tokens_per_rank * size * 8 + slots * 16 + local * 40 +
+         handle_scratch_bytes(settings);
 }
 
 }  // namespace nvte_ep

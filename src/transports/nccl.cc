@@ -1,37 +1,30 @@
 #include "transports/nccl.h"
 
-#include <chrono>
 #include <cstring>
-#include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "transports/device_buffer.h"
 #include "transports/device_exchange.h"
+#include "transports/nccl_group_comm.h"
 
 namespace nvte_ep {
 namespace {
 
 using nccl::check;
-using Clock = std::chrono::steady_clock;
 
 class NcclExchange : public DeviceExchange {
  public:
   NcclExchange(const nccl::Api& api, const GroupSettings& settings, Backend* backend, int32_t rank,
                int32_t size)
-      : api_(api), settings_(settings), backend_(backend), rank_(rank), size_(size) {}
+      : settings_(settings), backend_(backend), ranks_(api, backend, rank, size, settings.timeout_ns, true) {}
   ~NcclExchange() override { close(); }
 
-  // A communicator of the group's own, so that groups do not order each other's calls.
-  Status open(nccl::Comm base) {
-    NVTE_EP_TRY(backend_->with_device([&] {
-      return check(api_, api_.ncclCommSplit(base, 0, rank_, &comm_, nullptr), "ncclCommSplit", base);
-    }));
-    NVTE_EP_TRY(agree("group_create", group_agreement(settings_), nullptr));
+  Status open(NcclCommunicator* base) {
+    NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL));
     if (settings_.eager()) return Status();
-    NVTE_EP_TRY(outbox_.reserve(backend_, outbox_bytes(settings_, size_)));
-    return inbox_.reserve(backend_, outbox_bytes(settings_, size_));
+    NVTE_EP_TRY(outbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size())));
+    return inbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size()));
   }
 
   bool exact_counts() const override { return settings_.eager(); }
@@ -46,11 +39,9 @@ class NcclExchange : public DeviceExchange {
   }
 
   Status gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) override {
-    return backend_->with_device([&] {
-      return check(api_,
-                   api_.ncclAllGather(mine, all, static_cast<size_t>(bytes), nccl::kUint8, comm_, stream),
-                   "ncclAllGather", comm_);
-    });
+    NVTE_EP_TRY(ranks_.watch().begin(stream));
+    NVTE_EP_TRY(ranks_.gather(mine, all, bytes, stream));
+    return ranks_.watch().end(stream);
   }
 
   Status share(const void* items, int64_t tokens, int64_t item_bytes, const ItemCounts* counts,
@@ -63,75 +54,18 @@ class NcclExchange : public DeviceExchange {
   }
 
   Status agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream) override {
-    const int64_t n = static_cast<int64_t>(mine.size());
-    std::vector<int64_t> values;
-    for (const Agreed& a : mine) values.push_back(a.value);
-    DeviceBuffer send, receive;
-    NVTE_EP_TRY(send.reserve(backend_, n * 8));
-    NVTE_EP_TRY(receive.reserve(backend_, n * 8 * size_));
-    NVTE_EP_TRY(backend_->upload(send.as<void>(), values.data(), n * 8, stream));
-    NVTE_EP_TRY(gather(send.as<void>(), receive.as<void>(), n * 8, stream));
-    NVTE_EP_TRY(wait(step, stream));
-    std::vector<int64_t> all(static_cast<size_t>(n * size_));
-    NVTE_EP_TRY(backend_->download(all.data(), receive.as<void>(), n * 8 * size_, stream));
-    for (int32_t r = 1; r < size_; ++r) {
-      for (int64_t i = 0; i < n; ++i) {
-        const int64_t first = all[static_cast<size_t>(i)];
-        const int64_t other = all[static_cast<size_t>(r * n + i)];
-        if (first == other) continue;
-        return invalid_argument(mine[static_cast<size_t>(i)].name, ": expected the same on every rank, got ",
-                                first, " on rank 0 and ", other, " on rank ", r);
-      }
-    }
-    return Status();
+    return ranks_.agree(step, mine, stream);
   }
-
-  Status wait(const char* step, nvte_ep_stream_t stream) override {
-    const auto deadline = Clock::now() + std::chrono::nanoseconds(settings_.timeout_ns);
-    for (;;) {
-      bool idle = false;
-      NVTE_EP_TRY(backend_->is_idle(stream, &idle));
-      if (idle) return Status();
-      int32_t ignored;
-      NVTE_EP_TRY(failure(&ignored));
-      if (Clock::now() > deadline) {
-        return fail(NVTE_EP_STATUS_TIMEOUT,
-                    text(step, ": a peer did not arrive within ",
-                         static_cast<double>(settings_.timeout_ns) * 1e-9, " s (NCCL does not tell which)"));
-      }
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
-    }
-  }
-
+  Status wait(const char* step, nvte_ep_stream_t stream) override { return ranks_.wait(step, stream); }
   Status failure(int32_t* rank) override {
     *rank = -1;
-    const std::lock_guard<std::recursive_mutex> lock(mutex_);
-    if (!failure_.ok() || comm_ == nullptr) return failure_;
-    nccl::Result error = 0;
-    NVTE_EP_TRY(check(api_, api_.ncclCommGetAsyncError(comm_, &error), "ncclCommGetAsyncError", comm_));
-    if (error == 0 || error == nccl::kInProgress) return Status();
-    return fail(NVTE_EP_STATUS_PEER_FAILED, text("NCCL reports ", api_.ncclGetErrorString(error)));
+    return ranks_.failure();
   }
-  void abort(const std::string& message) override { (void)fail(NVTE_EP_STATUS_PEER_FAILED, message); }
-  void close() override {
-    const std::lock_guard<std::recursive_mutex> lock(mutex_);
-    const nccl::Comm mine = std::exchange(comm_, nullptr);
-    if (mine == nullptr) return;
-    (void)backend_->with_device([&] {
-      (void)(failure_.ok() ? api_.ncclCommDestroy(mine) : api_.ncclCommAbort(mine));
-      return Status();
-    });
-  }
+  Status check_clock() override { return ranks_.check_watch(); }
+  void abort(const std::string& message) override { ranks_.abort(message); }
+  void close() override { ranks_.close(); }
 
  private:
-  // For ever; ends what is in flight.
-  Status fail(nvte_ep_status_t code, const std::string& message) {
-    const std::lock_guard<std::recursive_mutex> lock(mutex_);
-    if (failure_.ok()) failure_ = Status(code, message);
-    close();
-    return failure_;
-  }
-
   // all: every rank gets the same items; else the items for rank 0, 1, ... follow each other.
   Status travel(const void* items, bool all, int64_t tokens, int64_t item_bytes, const ItemCounts* counts,
                 RankArrays* received, nvte_ep_stream_t stream) {
@@ -139,41 +73,44 @@ class NcclExchange : public DeviceExchange {
     received->block = inbox_.as<void>();
     received->rank_stride = counts != nullptr ? 0 : tokens * item_bytes;
     received->row_stride = item_bytes;
+    NVTE_EP_TRY(ranks_.watch().begin(stream));
+    NVTE_EP_TRY(send_and_receive(items, all, tokens, item_bytes, counts, stream));
+    return ranks_.watch().end(stream);
+  }
+
+  Status send_and_receive(const void* items, bool all, int64_t tokens, int64_t item_bytes,
+                          const ItemCounts* counts, nvte_ep_stream_t stream) {
+    const nccl::Api& api = ranks_.api();
+    const nccl::Comm comm = ranks_.comm();
     return backend_->with_device([&]() -> Status {
-      NVTE_EP_TRY(check(api_, api_.ncclGroupStart(), "ncclGroupStart", comm_));
+      NVTE_EP_TRY(check(api, api.ncclGroupStart(), "ncclGroupStart", comm));
       Status status;
       const uint8_t* source = static_cast<const uint8_t*>(items);
       uint8_t* target = inbox_.as<uint8_t>();
-      for (int32_t r = 0; r < size_ && status.ok(); ++r) {
+      for (int32_t r = 0; r < ranks_.size() && status.ok(); ++r) {
         const int64_t out = (counts != nullptr ? counts->send[static_cast<size_t>(r)] : tokens) * item_bytes;
         const int64_t in =
             (counts != nullptr ? counts->receive[static_cast<size_t>(r)] : tokens) * item_bytes;
         if (out > 0) {
-          status =
-              check(api_, api_.ncclSend(source, static_cast<size_t>(out), nccl::kUint8, r, comm_, stream),
-                    "ncclSend", comm_);
+          status = check(api, api.ncclSend(source, static_cast<size_t>(out), nccl::kUint8, r, comm, stream),
+                         "ncclSend", comm);
         }
         if (status.ok() && in > 0) {
-          status = check(api_, api_.ncclRecv(target, static_cast<size_t>(in), nccl::kUint8, r, comm_, stream),
-                         "ncclRecv", comm_);
+          status = check(api, api.ncclRecv(target, static_cast<size_t>(in), nccl::kUint8, r, comm, stream),
+                         "ncclRecv", comm);
         }
         if (!all) source += out;
         target += in;
       }
-      const Status ended = check(api_, api_.ncclGroupEnd(), "ncclGroupEnd", comm_);
+      const Status ended = check(api, api.ncclGroupEnd(), "ncclGroupEnd", comm);
       return status.ok() ? ended : status;
     });
   }
 
-  const nccl::Api& api_;
   const GroupSettings settings_;
   Backend* const backend_;
-  const int32_t rank_;
-  const int32_t size_;
-  nccl::Comm comm_ = nullptr;
+  NcclGroupComm ranks_;
   DeviceBuffer outbox_, inbox_;
-  std::recursive_mutex mutex_;
-  Status failure_;
 };
 
 }  // namespace
@@ -253,10 +190,10 @@ Status probe_nccl(const Communicator& comm, const GroupSettings& settings) {
 
 Status create_nccl(Communicator* comm, const GroupSettings& settings, Backend* backend,
                    std::unique_ptr<GroupTransport>* group) {
-  const NcclCommunicator& base = *static_cast<NcclCommunicator*>(comm);
+  NcclCommunicator& base = *static_cast<NcclCommunicator*>(comm);
   if (base.comm() == nullptr) return bad_state("comm: it was ended because a peer did not come");
   auto exchange = std::make_unique<NcclExchange>(base.api(), settings, backend, comm->rank(), comm->size());
-  NVTE_EP_TRY(exchange->open(base.comm()));
+  NVTE_EP_TRY(exchange->open(&base));
   *group = make_device_group("nccl", settings, backend, comm->rank(), comm->size(), std::move(exchange));
   return Status();
 }

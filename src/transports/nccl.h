@@ -26,6 +26,8 @@ class NcclCommunicator : public Communicator {
   // A peer does not come any more: what is in flight ends now (abandon), or the communicator goes without waiting for it.
   void abandon();
   void expect_lost_peer() { lost_peer_ = true; }
+  // Kernels that nothing can end use it: it is left alone for ever.
+  void forget() { comm_ = nullptr; }
 
  private:
   const nccl::Api& api_;

@@ -12,25 +12,6 @@ namespace {
 constexpr const char* kName = "libnccl.so.2";
 constexpr int kMinimumVersion = 21800;  // ncclCommSplit
 
-// site-packages of the wheel that this library was installed from: <site>/nvte_ep/lib/libnvte_ep.so.
-std::string site_packages() {
-  Dl_info info;
-  if (dladdr(reinterpret_cast<const void*>(&site_packages), &info) == 0 || info.dli_fname == nullptr)
-    return "";
-  std::string path = info.dli_fname;
-  for (int level = 0; level < 3; ++level) {
-    const size_t slash = path.rfind('/');
-    if (slash == std::string::npos) return "";
-    path.resize(slash);
-  }
-  return path;
-}
-
-std::string loaded_path(void* symbol) {
-  Dl_info info;
-  return dladdr(symbol, &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : "";
-}
-
 template <typename Function>
 bool resolve(void* library, const char* name, Function* function) {
   *function = reinterpret_cast<Function>(dlsym(library, name));
@@ -77,8 +58,8 @@ Status fill(void* library, Api* api) {
 Status open(Api* api) {
   if (void* loaded = dlopen(kName, RTLD_NOW | RTLD_NOLOAD)) return fill(loaded, api);
   std::string tried;
-  for (const std::string& path :
-       library_candidates(std::getenv("NVTE_EP_NCCL_LIBRARY"), {"nvidia/nccl/lib/libnccl.so.2"}, kName)) {
+  for (const std::string& path : library_candidates(std::getenv("NVTE_EP_NCCL_LIBRARY"), {site_packages()},
+                                                    {"nvidia/nccl/lib/libnccl.so.2"}, kName)) {
     if (void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return fill(library, api);
     const char* reason = dlerror();
     tried += "\n  " + std::string(reason ? reason : path);
@@ -90,13 +71,40 @@ Status open(Api* api) {
 
 }  // namespace
 
-std::vector<std::string> library_candidates(const char* configured,
+namespace {
+
+// The folder so many levels above a file; empty where there are not so many.
+std::string above(std::string path, int levels) {
+  for (int level = 0; level < levels; ++level) {
+    const size_t slash = path.rfind('/');
+    if (slash == std::string::npos) return "";
+    path.resize(slash);
+  }
+  return path;
+}
+
+}  // namespace
+
+// <site>/nvte_ep/lib/libnvte_ep.so
+std::string site_packages() { return above(loaded_path(reinterpret_cast<void*>(&site_packages)), 3); }
+
+std::string site_of_nccl(const std::string& nccl_path) {
+  const std::string site = above(nccl_path, 4);
+  return !site.empty() && above(nccl_path, 1) == site + "/nvidia/nccl/lib" ? site : "";
+}
+
+std::string loaded_path(void* symbol) {
+  Dl_info info;
+  return dladdr(symbol, &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : "";
+}
+
+std::vector<std::string> library_candidates(const char* configured, const std::vector<std::string>& sites,
                                             const std::vector<std::string>& wheel_paths,
                                             const char* system_name) {
   if (configured != nullptr && configured[0] != '\0') return {configured};
   std::vector<std::string> candidates;
-  const std::string site = site_packages();
-  if (!site.empty()) {
+  for (const std::string& site : sites) {
+    if (site.empty()) continue;
     for (const std::string& path : wheel_paths) candidates.push_back(site + "/" + path);
   }
   candidates.push_back(system_name);

@@ -19,7 +19,16 @@ using Comm = CommStruct*;
 struct UniqueId {
   char internal[128];
 };
-enum DataType { kInt8 = 0, kUint8 = 1, kInt32 = 2, kInt64 = 4 };
+enum DataType {
+  kInt8 = 0,
+  kUint8 = 1,
+  kInt32 = 2,
+  kInt64 = 4,
+  kFloat16 = 6,
+  kFloat32 = 7,
+  kBfloat16 = 9,
+  kFloat4x2 = 12  // bytes of two E2M1 codes; NCCL EP only
+};
 struct WindowStruct;
 using Window = WindowStruct*;
 struct Team {
@@ -67,11 +76,16 @@ Status load(const Api** api);
 // The text of a failed call, as a TRANSPORT status; OK for success.
 Status check(const Api& api, Result result, const char* call, Comm comm);
 
-// Places where a library of this name may lie, in the order in which they are tried: the wheels' folder beside this library
-// for each of the relative folders given, then the plain name for the system.
-std::vector<std::string> library_candidates(const char* configured,
+// Places where a library of this name may lie, in the order in which they are tried: the one configured alone, or the paths
+// given in each of the folders of wheels, then the plain name for the system.
+std::vector<std::string> library_candidates(const char* configured, const std::vector<std::string>& sites,
                                             const std::vector<std::string>& wheel_paths,
                                             const char* system_name);
+// The folder of wheels that this library was installed from, and the one that an NCCL lies in; empty where there is none.
+std::string site_packages();
+std::string site_of_nccl(const std::string& nccl_path);
+// The file that holds a symbol.
+std::string loaded_path(void* symbol);
 
 }  // namespace nccl
 }  // namespace nvte_ep

@@ -3,6 +3,7 @@
 
 #include "core/transport.h"
 #include "transports/nccl.h"
+#include "transports/nccl_ep.h"
 #if defined(NVTE_EP_WITH_CUDA)
 #include "transports/peer/peer.h"
 #endif
@@ -18,26 +19,24 @@ struct TransportRow {
   Status (*probe)(const Communicator&, const GroupSettings&);  // OK, or UNSUPPORTED with the reason
   Status (*create)(Communicator*, const GroupSettings&, Backend*, std::unique_ptr<GroupTransport>*);
   void (*memory)(const Communicator&, const GroupSettings&, int64_t*, int64_t*, int64_t*);
+  Status (*ready)();  // what it needs of this machine besides a device; null: nothing
 };
 
 constexpr TransportRow kTransports[] = {
-    {NVTE_EP_TRANSPORT_THREADS, "threads", false, probe_threads, create_threads, threads_memory},
+    {NVTE_EP_TRANSPORT_THREADS, "threads", false, probe_threads, create_threads, threads_memory, nullptr},
 #if defined(NVTE_EP_WITH_CUDA)
-    {NVTE_EP_TRANSPORT_PEER, "peer", true, probe_peer, create_peer, peer_memory},
+    {NVTE_EP_TRANSPORT_PEER, "peer", true, probe_peer, create_peer, peer_memory, nullptr},
 #endif
-    {NVTE_EP_TRANSPORT_NCCL, "nccl", true, probe_nccl, create_nccl, nccl_memory},
+    {NVTE_EP_TRANSPORT_NCCL_EP, "nccl_ep", true, probe_nccl_ep, create_nccl_ep, nccl_ep_memory,
+     nccl_ep_ready},
+    {NVTE_EP_TRANSPORT_NCCL, "nccl", true, probe_nccl, create_nccl, nccl_memory, nullptr},
 };
 
-struct MissingRow {
-  int32_t id;
-  const char* name;
-};
-constexpr MissingRow kMissing[] = {
-#if !defined(NVTE_EP_WITH_CUDA)
-    {NVTE_EP_TRANSPORT_PEER, "peer"},
+#if defined(NVTE_EP_WITH_CUDA)
+constexpr const char* kPeerMissing = nullptr;
+#else
+constexpr const char* kPeerMissing = "this build has no CUDA backend";
 #endif
-    {NVTE_EP_TRANSPORT_NCCL_EP, "nccl_ep"}};
-constexpr const char* kMissingReason = "not part of this release";
 
 Status unknown_kind(int32_t kind) {
   return unsupported("kind: expected 1 (THREADS) or 2 (NCCL), got ", kind);
@@ -55,9 +54,7 @@ Status select(const Communicator& comm, const GroupSettings& settings, int32_t t
     if (fits.code() != NVTE_EP_STATUS_UNSUPPORTED) return fits;
     reasons += (reasons.empty() ? "" : "; ") + fits.message();
   }
-  for (const MissingRow& missing : kMissing) {
-    if (transport == missing.id) reasons = text(missing.name, ": ", kMissingReason);
-  }
+  if (kPeerMissing != nullptr && transport == NVTE_EP_TRANSPORT_PEER) reasons = text("peer: ", kPeerMissing);
   if (reasons.empty()) reasons = text("unknown transport ", transport);
   return unsupported("config.transport: ", reasons);
 }
@@ -102,10 +99,15 @@ std::vector<Availability> list_transports() {
   const auto cuda = std::find_if(backends.begin(), backends.end(),
                                  [](const Availability& b) { return b.name == std::string("cuda"); });
   for (const TransportRow& row : kTransports) {
-    list.push_back(row.on_device ? Availability{row.name, cuda->available, cuda->reason}
-                                 : Availability{row.name, true, ""});
+    Availability a{row.name, true, ""};
+    if (row.on_device) a = Availability{row.name, cuda->available, cuda->reason};
+    if (a.available && row.ready != nullptr) {
+      const Status ready = row.ready();
+      a = Availability{row.name, ready.ok(), ready.message()};
+    }
+    list.push_back(a);
   }
-  for (const MissingRow& row : kMissing) list.push_back({row.name, false, kMissingReason});
+  if (kPeerMissing != nullptr) list.push_back({"peer", false, kPeerMissing});
   return list;
 }
 

@@ -36,9 +36,12 @@ class Setup:
     dtype: str = "bfloat16"
     capacity: int = 0  # of each rank; 0: eager
     overflow: str = "error"
+    zero_copy: bool = False
 
     def __str__(self) -> str:
         kind = "eager" if self.capacity == 0 else f"capacity {self.capacity}"
+        kind += f", T {max(self.tokens)}" if max(self.tokens) > 128 else ""
+        kind += ", zero copy" if self.zero_copy else ""
         return f"{self.ranks} ranks, {self.dispatch}, {self.dtype}, H {self.hidden}, {kind}"
 
 
@@ -100,7 +103,8 @@ def step(rank: Rank, setup: Setup, transport: str, kind: str, device: str) -> di
         max_tokens_per_rank=max(setup.tokens),
         recv_capacity=setup.capacity,
         overflow=setup.overflow,
-        timeout_ns=20_000_000_000,
+        zero_copy=setup.zero_copy and device == "cuda",
+        timeout_ns=20_000_000_000 if transport != "nccl_ep" else 200_000_000_000,  # it compiles kernels
         **options,
     ) as group:
         rank.on_failure(group.abort)
@@ -124,6 +128,13 @@ def step(rank: Rank, setup: Setup, transport: str, kind: str, device: str) -> di
         def room(shape: tuple[int, ...], kind: Any) -> Any:
             return torch.zeros(shape, dtype=kind, device=where)
 
+        def large(shape: tuple[int, int], kind: Any) -> Any:
+            """What zero_copy names."""
+            if not setup.zero_copy or device != "cuda":
+                return room(shape, kind)
+            memory = torch.from_dlpack(group.mem_alloc(shape[0] * shape[1] * kind.itemsize))
+            return memory.zero_().view(kind).reshape(shape)
+
         sizes = dict.fromkeys(("tokens_routed", "tokens_per_expert", "rows_per_expert"), experts)
         sizes |= {
             "row_offsets": experts + 1,
@@ -134,9 +145,9 @@ def step(rank: Rank, setup: Setup, transport: str, kind: str, device: str) -> di
         routed = {name: room((size,), torch.int64) for name, size in sizes.items()}
         routed |= {"slot_source": room((most,), torch.int64), "slot_expert": room((most,), torch.int32)}
         rows, slots, grads = (
-            room((most, row), torch.uint8),
-            room((most, setup.hidden), dtype),
-            room((most, setup.hidden), dtype),
+            large((most, row), torch.uint8),
+            large((most, setup.hidden), dtype),
+            large((most, setup.hidden), dtype),
         )
         slot_weights, result = room((most,), torch.float32), room((tokens, setup.hidden), dtype)
         grad_weights = room((tokens, setup.top_k), torch.float32)
@@ -171,6 +182,8 @@ def step(rank: Rank, setup: Setup, transport: str, kind: str, device: str) -> di
             keep("weights", slot_weights, total)
             handle.combine(slots, out=result, **use)
             keep("combine", result, tokens)
+            if setup.zero_copy:  # which sums in place
+                handle.dispatch(given["tokens"], receive="decoded", dtype=setup.dtype, out=slots, **use)
             handle.combine(slots, slot_weights=slot_weights, out=result, **use)
             keep("combine weighted", result, tokens)
             if stream is None:  # on the host only: a device's ranks allocate nothing between the steps
@@ -249,5 +262,49 @@ def test_peer_processes(setup: Setup, memory: str) -> None:
         "nccl",
         "cuda",
         environment=lambda rank: environment(rank) | {"NVTE_EP_PEER_MEMORY": memory},
+    )
+    compare(setup, expected, got)
+
+
+def require_nccl_ep() -> None:
+    """NCCL EP is an option: where it is not there, its tests are skipped, unless NVTE_EP_REQUIRE names it."""
+    (entry,) = (t for t in nvte_ep.build_info()["transports"] if t["name"] == "nccl_ep")
+    if entry["available"]:
+        return
+    if "nccl_ep" in os.environ.get("NVTE_EP_REQUIRE", ""):
+        pytest.fail(entry["reason"])
+    pytest.skip(entry["reason"])
+
+
+# NCCL EP compiles its kernels for each shape and number of ranks, for the better part of a minute.
+COMPILE_TIMEOUT = 240.0
+
+
+# Up to 128 tokens a rank NCCL EP runs in low-latency mode where it can, above in high-throughput mode.
+HIGH_THROUGHPUT = [
+    Setup(1, (170,), capacity=1024),
+    Setup(2, (170, 33), capacity=1024),
+    Setup(2, (170, 33), dispatch="mxfp8", combine_backward="mxfp8", capacity=1024),
+    Setup(2, (170, 33), dispatch="bf16", combine_backward="bf16", dtype="float32", capacity=1024),
+    Setup(2, (170, 33), capacity=192, overflow="drop"),
+    Setup(2, (170, 33), capacity=1024, zero_copy=True),
+    Setup(4, (131, 128, 0, 17), experts=16, capacity=1024),
+]
+
+
+@pytest.mark.parametrize("setup", [*SETUPS, *HIGH_THROUGHPUT], ids=str)
+def test_nccl_ep_processes(setup: Setup) -> None:
+    require_nccl_ep()
+    expected = run_threads(setup.ranks, step, setup, "threads", "threads", "cpu")
+    environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    got = run_processes(
+        setup.ranks,
+        step,
+        setup,
+        "nccl_ep",
+        "nccl",
+        "cuda",
+        environment=lambda _: environment,
+        timeout=COMPILE_TIMEOUT,
     )
     compare(setup, expected, got)

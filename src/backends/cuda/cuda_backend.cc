@@ -9,7 +9,7 @@
 #include <mutex>
 
 #include "backends/cuda/device_guard.h"
-#include "backends/cuda/launch_kernel.h"
+#include "backends/cuda/launch.h"
 
 namespace nvte_ep {
 namespace {
@@ -66,11 +66,21 @@ Status CudaBackend::on_device(nvte_ep_stream_t stream, const Function& function)
   return function(context);
 }
 
+namespace {
+
+LaunchContext within(LaunchContext context, const CodecOptions& options) {
+  context.max_sms = options.num_sms;
+  return context;
+}
+
+}  // namespace
+
 Status CudaBackend::quantize(int32_t format, const TensorView& tokens, const RowsView& rows,
                              const CodecOptions& options, nvte_ep_stream_t stream) {
   if (rows.rows == 0) return Status();
-  return on_device(stream,
-                   [&](const LaunchContext& c) { return launch_quantize(format, tokens, rows, options, c); });
+  return on_device(stream, [&](const LaunchContext& c) {
+    return launch_quantize(format, tokens, rows, options, within(c, options));
+  });
 }
 
 Status CudaBackend::dequantize(int32_t format, const RowsView& rows, const TensorView& tokens,
@@ -78,22 +88,23 @@ Status CudaBackend::dequantize(int32_t format, const RowsView& rows, const Tenso
                                nvte_ep_stream_t stream) {
   if (rows.rows == 0) return Status();
   return on_device(stream, [&](const LaunchContext& c) {
-    return launch_dequantize(format, rows, tokens, options, weighting, c);
+    return launch_dequantize(format, rows, tokens, options, weighting, within(c, options));
   });
 }
 
 Status CudaBackend::assemble(int32_t format, const RowsView& apart, const RowsView& packed,
                              const CodecOptions& options, nvte_ep_stream_t stream) {
   if (apart.rows == 0) return Status();
-  return on_device(
-      stream, [&](const LaunchContext& c) { return launch_assemble(format, apart, packed, options, c); });
+  return on_device(stream, [&](const LaunchContext& c) {
+    return launch_assemble(format, apart, packed, options, within(c, options));
+  });
 }
 
 Status CudaBackend::direct_receive(int32_t format, const RowsView& rows, const IndexView& rows_per_expert,
                                    const OperandView& operand, const CodecOptions& options,
                                    nvte_ep_stream_t stream) {
   return on_device(stream, [&](const LaunchContext& c) {
-    return launch_direct_receive(format, rows, rows_per_expert, operand, options, c);
+    return launch_direct_receive(format, rows, rows_per_expert, operand, options, within(c, options));
   });
 }
 
@@ -112,6 +123,59 @@ Status CudaBackend::gather_rows(const GatherRows& gather, nvte_ep_stream_t strea
 Status CudaBackend::reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) {
   if (reduce.result.size() == 0) return Status();
   return on_device(stream, [&](const LaunchContext& c) { return launch_reduce_rows(reduce, c); });
+}
+
+Status CudaBackend::merge_slots(const MergeSlots& merge, nvte_ep_stream_t stream) {
+  if (merge.out.size() == 0) return Status();
+  return on_device(stream, [&](const LaunchContext& c) { return launch_merge_slots(merge, c); });
+}
+
+Status CudaBackend::tag_rows(const TagRows& tag, nvte_ep_stream_t stream) {
+  if (tag.tokens == 0) return Status();
+  return on_device(stream, [&](const LaunchContext& c) { return launch_tag_rows(tag, c); });
+}
+
+Status CudaBackend::locate_rows(const LocateRows& locate, nvte_ep_stream_t stream) {
+  return on_device(stream, [&](const LaunchContext& c) { return launch_locate_rows(locate, c); });
+}
+
+Status CudaBackend::scatter_rows(const ScatterRows& scatter, nvte_ep_stream_t stream) {
+  if (scatter.rows.size() == 0) return Status();
+  return on_device(stream, [&](const LaunchContext& c) { return launch_scatter_rows(scatter, c); });
+}
+
+Status CudaBackend::create_mark(void** mark) {
+  return on_device(nullptr, [&](const LaunchContext&) {
+    cudaEvent_t event = nullptr;
+    const cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+    *mark = event;
+    return cuda_status(error, "cudaEventCreateWithFlags");
+  });
+}
+
+void CudaBackend::destroy_mark(void* mark) {
+  if (mark == nullptr) return;
+  const DeviceGuard guard(device_.device);
+  (void)cudaEventDestroy(static_cast<cudaEvent_t>(mark));
+}
+
+Status CudaBackend::set_mark(void* mark, nvte_ep_stream_t stream) {
+  return on_device(stream, [&](const LaunchContext&) {
+    return cuda_status(cudaEventRecord(static_cast<cudaEvent_t>(mark), stream), "cudaEventRecord");
+  });
+}
+
+Status CudaBackend::mark_passed(void* mark, bool* passed) {
+  return on_device(nullptr, [&](const LaunchContext&) {
+    // Asking is harmless, but ends another thread's capture unless it is said to be.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    NVTE_EP_TRY(
+        cuda_status(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode"));
+    const cudaError_t state = cudaEventQuery(static_cast<cudaEvent_t>(mark));
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    *passed = state == cudaSuccess;
+    return state == cudaErrorNotReady ? Status() : cuda_status(state, "cudaEventQuery");
+  });
 }
 
 Status CudaBackend::synchronize() {
@@ -222,6 +286,7 @@ Status CudaBackend::allocate_shared(int64_t bytes, void** pointer) {
 }
 
 void CudaBackend::release_shared(void* pointer) {
+  if (abandoned_) return;
   const DeviceGuard guard(device_.device);
   (void)cudaFreeHost(pointer);
 }
@@ -245,6 +310,7 @@ Status CudaBackend::download(void* to, const void* from, int64_t bytes, nvte_ep_
 }
 
 void CudaBackend::release(void* pointer) {
+  if (abandoned_) return;
   const DeviceGuard guard(device_.device);
   (void)cudaFree(pointer);
 }

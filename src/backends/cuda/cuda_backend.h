@@ -2,6 +2,8 @@
 #ifndef NVTE_EP_BACKENDS_CUDA_CUDA_BACKEND_H_
 #define NVTE_EP_BACKENDS_CUDA_CUDA_BACKEND_H_
 
+#include <atomic>
+
 #include "backends/cuda/launch.h"
 #include "core/backend.h"
 
@@ -29,8 +31,16 @@ class CudaBackend : public Backend {
                  uint8_t* swizzled, int64_t tile_rows, bool inverse, nvte_ep_stream_t stream) override;
   Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) override;
   Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) override;
+  Status merge_slots(const MergeSlots& merge, nvte_ep_stream_t stream) override;
+  Status tag_rows(const TagRows& tag, nvte_ep_stream_t stream) override;
+  Status locate_rows(const LocateRows& locate, nvte_ep_stream_t stream) override;
+  Status scatter_rows(const ScatterRows& scatter, nvte_ep_stream_t stream) override;
   Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
                         const TensorView& out, nvte_ep_stream_t stream) override;
+  Status create_mark(void** mark) override;
+  void destroy_mark(void* mark) override;
+  Status set_mark(void* mark, nvte_ep_stream_t stream) override;
+  Status mark_passed(void* mark, bool* passed) override;
   Status synchronize() override;
   Status preload() override;
   int32_t num_sms() const override { return device_.sms; }
@@ -48,6 +58,7 @@ class CudaBackend : public Backend {
   Status write_index(const TensorView& out, const int64_t* counts, nvte_ep_stream_t stream) override;
   Status allocate(int64_t bytes, void** pointer) override;
   void release(void* pointer) override;
+  void abandon() override { abandoned_ = true; }
   Status allocate_shared(int64_t bytes, void** pointer) override;
   void release_shared(void* pointer) override;
   Status upload(void* to, const void* from, int64_t bytes, nvte_ep_stream_t stream) override;
@@ -60,6 +71,7 @@ class CudaBackend : public Backend {
   Status on_device(nvte_ep_stream_t stream, const Function& function);
 
   LaunchContext device_;
+  std::atomic<bool> abandoned_{false};
 };
 
 // Whether this machine can run the backend: a driver, and a device of compute capability 9.0 or more.

@@ -4,19 +4,13 @@
 
 #include <type_traits>
 
-#include "backends/cuda/launch_kernel.h"
+#include "backends/cuda/launch.h"
 #include "backends/cuda/receive_arguments.cuh"
 #include "backends/cuda/receive_columns.h"
 #include "device/e4m3.cuh"
+#include "device/kernel_order.cuh"
 #include "device/memory.cuh"
 #include "formats/mxfp8.h"
-
-#ifndef NVTE_EP_V_ROUNDS
-#define NVTE_EP_V_ROUNDS 64
-#endif
-#ifndef NVTE_EP_V_RR
-#define NVTE_EP_V_RR 3
-#endif
 
 namespace nvte_ep {
 namespace {
@@ -48,7 +42,7 @@ __device__ __forceinline__ uint32_t cluster_max(uint32_t value, uint32_t* exchan
 __global__ void __launch_bounds__(kThreads, 3) find_exponents(const ReceiveArguments a) {
   __shared__ uint32_t exchange[2][kMaxWarps];
   __shared__ uint32_t result[2];
-  let_kernel_after_start();  // which moves rows meanwhile
+  let_next_kernel_start();  // which moves rows meanwhile
   cg::cluster_group cluster = cg::this_cluster();
   const int blocks = static_cast<int>(cluster.num_blocks());
   const int rank = static_cast<int>(cluster.block_rank());
@@ -220,7 +214,7 @@ __device__ __forceinline__ void make_scales(const ReceiveArguments& a, int64_t t
 }
 
 template <typename Format>
-__global__ void __launch_bounds__(kThreads, NVTE_EP_V_RR) receive_rows(const ReceiveArguments a) {
+__global__ void __launch_bounds__(kThreads, 3) receive_rows(const ReceiveArguments a) {
   for (int64_t work = blockIdx.x; work < a.blocks; work += gridDim.x) {
     const int64_t band = work / (kCopyBlocks + 1);
     const int member = static_cast<int>(work % (kCopyBlocks + 1));
@@ -264,14 +258,11 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
   a.options = options;
   const int64_t tiles = std::max<int64_t>(1, max_tiles(available, shape.alignment, shape.num_experts));
   // Enough column groups that thread blocks come in many rounds, no more: each has to find its slab.
-#ifdef NVTE_EP_X
-#undef NVTE_EP_V_ROUNDS
-  const int64_t NVTE_EP_V_ROUNDS = getenv("NVTE_X_ROUNDS") ? atoi(getenv("NVTE_X_ROUNDS")) : 64;
-#endif
+  constexpr int64_t kRounds = 64;  // times the multiprocessors
   const int64_t groups =
       !a.tiles ? 1
                : std::max<int64_t>(1, std::min<int64_t>((shape.hidden + kTileColumns - 1) / kTileColumns,
-                                                        NVTE_EP_V_ROUNDS * context.sms / tiles));
+                                                        kRounds * context.sms / tiles));
   a.group_columns = round_up((shape.hidden + groups - 1) / groups, kTileColumns);
   a.column_groups = static_cast<int>((shape.hidden + a.group_columns - 1) / a.group_columns);
 

@@ -4,19 +4,9 @@
 #define NVTE_EP_BACKENDS_CUDA_LAUNCH_H_
 
 #include "core/backend.h"
+#include "device/launch_kernel.h"
 
 namespace nvte_ep {
-
-constexpr int kMaxDevices = 64;
-
-struct LaunchContext {
-  nvte_ep_stream_t stream = nullptr;
-  int device = 0;
-  int sms = 0;
-  int shared_bytes_per_sm = 0;
-  int shared_bytes_per_block = 0;
-  int max_sms = 0;  // kernels take up no more than so many multiprocessors hold at one time; 0: no limit
-};
 
 Status launch_quantize(int32_t format, const TensorView& tokens, const RowsView& rows,
                        const CodecOptions& options, const LaunchContext& context);
@@ -33,6 +23,10 @@ Status launch_swizzle(const TensorView& scales, const IndexView& rows_per_expert
 // The arrays of one entry per rank lie on the device, as all pointers do.
 Status launch_gather_rows(const GatherRows& gather, const LaunchContext& context);
 Status launch_reduce_rows(const ReduceRows& reduce, const LaunchContext& context);
+Status launch_tag_rows(const TagRows& tag, const LaunchContext& context);
+Status launch_locate_rows(const LocateRows& locate, const LaunchContext& context);
+Status launch_scatter_rows(const ScatterRows& scatter, const LaunchContext& context);
+Status launch_merge_slots(const MergeSlots& merge, const LaunchContext& context);
 Status launch_gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
                              const TensorView& out, const LaunchContext& context);
 Status launch_clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,

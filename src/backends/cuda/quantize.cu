@@ -6,7 +6,7 @@
 // memory is fastest then. Rows too wide to be held are read twice.
 #include <type_traits>
 
-#include "backends/cuda/launch_kernel.h"
+#include "backends/cuda/launch.h"
 #include "backends/cuda/row_threads.h"
 #include "device/codec_options.cuh"
 #include "device/memory.cuh"
@@ -14,19 +14,6 @@
 #include "device/tokens.cuh"
 #include "device/warp.cuh"
 #include "formats/mxfp8.h"
-
-#ifndef NVTE_EP_V_WARPS
-#define NVTE_EP_V_WARPS 2
-#endif
-#ifndef NVTE_EP_V_MXBLOCKS
-#define NVTE_EP_V_MXBLOCKS (Token::kBytes == 4 && !kAligned ? 3 : 4)
-#endif
-#ifndef NVTE_EP_V_MXFLIGHT
-#define NVTE_EP_V_MXFLIGHT 2
-#endif
-#ifndef NVTE_EP_V_MANY
-#define NVTE_EP_V_MANY 4
-#endif
 
 namespace nvte_ep {
 namespace {
@@ -76,7 +63,7 @@ __device__ __forceinline__ void store_token_scale(const QuantizeArguments& a, in
 // ---- NVFP4 ------------------------------------------------------------------------------------------------
 
 constexpr int kMaxThreads = 512;
-constexpr int kLoneWarps = NVTE_EP_V_WARPS;  // rows of one warp each that share a thread block
+constexpr int kLoneWarps = 2;  // rows of one warp each that share a thread block
 
 // Codes of a row whose largest magnitude is known. largest: FP32 bits, above infinity's if there is a NaN.
 struct RowScale {
@@ -302,9 +289,9 @@ __device__ __forceinline__ uint4 encode_mxfp8_half(const Block16<Token>& x, uint
 
 // Threads of a row, and chunks of a row, are even in number, so that the halves of a block meet in one warp.
 template <typename Token, bool kAligned>
-__global__ void __launch_bounds__(256, NVTE_EP_V_MXBLOCKS)
+__global__ void __launch_bounds__(256, Token::kBytes == 4 && !kAligned ? 3 : 4)
     quantize_mxfp8_rows(const QuantizeArguments a, const RowThreads threads) {
-  constexpr int kInFlight = NVTE_EP_V_MXFLIGHT;
+  constexpr int kInFlight = 2;
   constexpr int kChunkBytes = 16 * Token::kBytes;
   const int64_t flip = flip_of(a.rows);
   const int token_alignment = kAligned ? 16 : a.token_alignment;
@@ -453,16 +440,14 @@ Status launch_nvfp4(const QuantizeArguments& a, const LaunchContext& context) {
   constexpr int64_t kMaxWarpsPerRow = kMaxThreads / kWarp;
   if (a.token_alignment >= 16 && a.payload_alignment >= 8) {
     // A row a warp costs the fewest instructions; with few rows, a row a thread block is sooner done.
-    const bool many = a.rows.rows >= int64_t{NVTE_EP_V_MANY} * context.sms;
+    const bool many = a.rows.rows >= int64_t{4} * context.sms;
     const bool few = a.rows.rows <= context.sms;
     if (units <= 2) return launch_nvfp4_rows<Token, kStochastic, 2, true>(a, context);
     if (few && units <= kMaxWarpsPerRow) return launch_nvfp4_rows<Token, kStochastic, 1, false>(a, context);
     if constexpr (Token::kBytes == 2) {
-#ifndef NVTE_EP_V_FORCE4
       if (many && units <= 4) return launch_nvfp4_rows<Token, kStochastic, 4, true>(a, context);
       if (many && units <= 8) return launch_nvfp4_rows<Token, kStochastic, 8, true>(a, context);
       if (many && units <= 14) return launch_nvfp4_rows<Token, kStochastic, 14, true>(a, context);
-#endif
     }
     constexpr int kUnits = Token::kBytes == 2 ? 4 : 2;
     if (units <= kUnits * kMaxWarpsPerRow) {

@@ -5,9 +5,9 @@
 
 #include <type_traits>
 
-#include "backends/cuda/launch_kernel.h"
 #include "backends/cuda/receive_arguments.cuh"
 #include "backends/cuda/receive_columns.h"
+#include "device/launch_kernel.h"
 #include "device/memory.cuh"
 #include "device/warp.cuh"
 
@@ -39,7 +39,8 @@ __device__ __forceinline__ bool find_band(const ReceiveArguments& a, int64_t wor
 // columns of the rows r, r + 32, r + 64, r + 96.
 template <typename Format>
 __device__ __forceinline__ void store_scales(const ReceiveArguments& a, const Band& b, int64_t column,
-                                             const uint8_t* scales, const device::RowRescale* rescale, bool* misfit) {
+                                             const uint8_t* scales, const device::RowRescale* rescale,
+                                             bool* misfit) {
   constexpr int kScaleColumns = kTileColumns / Format::kBlock;
   constexpr int kTiles = kScaleColumns / 4;
   if (a.scales == nullptr || threadIdx.x >= 32 * kTiles) return;

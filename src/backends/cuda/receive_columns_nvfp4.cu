@@ -6,11 +6,8 @@
 // warp's own corner of shared memory, so that a lane gets all 16 of one column and encodes them as a block.
 #include "backends/cuda/receive_columns.cuh"
 #include "device/hadamard.cuh"
+#include "device/kernel_order.cuh"
 #include "device/nvfp4_block.cuh"
-
-#ifndef NVTE_EP_V_RB
-#define NVTE_EP_V_RB 3
-#endif
 
 namespace nvte_ep {
 namespace {
@@ -406,8 +403,7 @@ __device__ __forceinline__ void receive_columns(const ReceiveArguments& a, int64
 }
 
 template <bool kStochastic>
-__global__ void __launch_bounds__(kTileThreads, NVTE_EP_V_RB)
-    receive_columns_nvfp4(const ReceiveArguments a) {
+__global__ void __launch_bounds__(kTileThreads, 3) receive_columns_nvfp4(const ReceiveArguments a) {
   extern __shared__ __align__(128) uint8_t shared[];
   for (int64_t work = blockIdx.x; work < a.blocks; work += gridDim.x) {
     receive_columns<kStochastic>(a, work, reinterpret_cast<Stage*>(shared));

@@ -1,5 +1,5 @@
 // Slots to and from the rows of the ranks: the steps of dispatch and combine, forward and backward.
-#include "backends/cuda/launch_kernel.h"
+#include "backends/cuda/launch.h"
 #include "backends/cuda/row_threads.h"
 #include "device/elements.cuh"
 #include "device/memory.cuh"
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, 4) gather_rows(const GatherRows g, i
   }
   for (int64_t slot = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id(); slot < slots;
        slot += static_cast<int64_t>(gridDim.x) * kWarps) {
-    const int64_t source = g.slot_source[slot];
+    const int64_t source = g.slot_source != nullptr ? g.slot_source[slot] : slot;
     const int64_t rank = source >> 32;
     const int64_t token = source & 0xFFFFFFFF;
     if (g.out_weights != nullptr && lane_id() == 0) {
@@ -81,10 +81,11 @@ struct Slot {
   float weight;
 
   Slot() = default;
-  __device__ __forceinline__ Slot(const ReduceRows& r, SlotAddress address) : row(nullptr), weight(1.0f) {
+  __device__ __forceinline__ Slot(const RankArrays& rows, const RankArrays& weights, SlotAddress address)
+      : row(nullptr), weight(1.0f) {
     if (address < 0) return;
-    row = r.rows.row(rank_of(address), slot_of(address));
-    const float* given = r.weights.floats(rank_of(address), slot_of(address));
+    row = rows.row(rank_of(address), slot_of(address));
+    const float* given = weights.floats(rank_of(address), slot_of(address));
     if (given != nullptr) weight = *given;
   }
   __device__ __forceinline__ uint4 load(int64_t at) const {
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kRowThreads, 4)
       const SlotAddress* slots = a.r.slots + first * top_k;
       __syncthreads();  // the slots of the tokens before are read
       for (int i = static_cast<int>(threadIdx.x); i < rows * top_k; i += static_cast<int>(blockDim.x)) {
-        staged[i] = Slot(a.r, slots[i]);
+        staged[i] = Slot(a.r.rows, a.r.weights, slots[i]);
       }
       __syncthreads();
     }
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(kRowThreads, 4)
       for (int k = 0; k < top_k; k += kInFlight) {
         uint4 bytes[kInFlight];
         const auto slot = [&](int i) {
-          return stages ? staged[row_in_block * top_k + k + i] : Slot(a.r, slots[k + i]);
+          return stages ? staged[row_in_block * top_k + k + i] : Slot(a.r.rows, a.r.weights, slots[k + i]);
         };
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
@@ -190,7 +191,7 @@ __global__ void __launch_bounds__(kRowThreads, 4)
         for (int k = 0; k < a.r.top_k; ++k) {
           if (slots[k] < 0 || rank_of(slots[k]) != rank) continue;
           any = true;
-          const Slot slot(a.r, slots[k]);
+          const Slot slot(a.r.rows, a.r.weights, slots[k]);
           slot.add(slot.load(at), &partial);
         }
         if (!any) continue;  // the same for all lanes of a token
@@ -199,6 +200,47 @@ __global__ void __launch_bounds__(kRowThreads, 4)
         for (int i = 0; i < E::kCount; ++i) sum.x[i] = add_rn(sum.x[i], partial.x[i]);
       }
       store_sum(a, result + at, sum);
+    }
+  }
+}
+
+struct MergeArguments {
+  MergeSlots m;
+  RankArrays rows, weights;
+  int64_t out_stride;  // bytes
+  int out_alignment;
+};
+
+// The threads of a row look at its token's slots; all but those of the first write zeros.
+template <typename Token>
+__global__ void __launch_bounds__(kRowThreads, 4)
+    merge_slots(const MergeArguments a, const RowThreads threads) {
+  using E = Elements<Token>;
+  const int row_in_block = threads.row_of(threadIdx.x);
+  const int first_chunk = static_cast<int>(threadIdx.x) - row_in_block * threads.threads_per_row;
+  if (row_in_block >= threads.rows_per_block) return;
+  const IndexView& count = a.m.slot_count;
+  const int64_t in_use =
+      count.is_int64 ? *static_cast<const int64_t*>(count.data) : *static_cast<const int32_t*>(count.data);
+  for (int64_t s = static_cast<int64_t>(blockIdx.x) * threads.rows_per_block + row_in_block; s < in_use;
+       s += static_cast<int64_t>(gridDim.x) * threads.rows_per_block) {
+    const int64_t source = a.m.slot_source[s];
+    if (source < 0) continue;
+    const SlotAddress* slots = a.m.slots + ((source >> 32) * a.m.tokens + (source & 0xFFFFFFFF)) * a.m.top_k;
+    int k = 0;
+    while (slots[k] < 0) ++k;  // s is one of them
+    const bool first = slot_of(slots[k]) == s;
+    uint8_t* out = static_cast<uint8_t*>(a.m.out.data) + s * a.out_stride;
+    for (int chunk = first_chunk; chunk < threads.chunks; chunk += threads.threads_per_row) {
+      const int64_t at = static_cast<int64_t>(chunk) * 16;
+      E sum;
+      clear(&sum);
+      for (int i = k; first && i < a.m.top_k; ++i) {
+        if (slots[i] < 0) continue;
+        const Slot slot(a.rows, a.weights, slots[i]);
+        slot.add(slot.load(at), &sum);
+      }
+      sum.store(out + at, a.out_alignment);
     }
   }
 }
@@ -226,6 +268,13 @@ Status launch_reduce(const ReduceArguments& a, const LaunchContext& context) {
   return launch_kernel<sum_rows<Token>>("sum_rows", context, row_launch(threads, a.tokens), a, threads);
 }
 
+template <typename Token>
+Status launch_merge(const MergeArguments& a, const LaunchContext& context) {
+  const RowThreads threads = row_threads(a.m.out.columns() / Elements<Token>::kCount);
+  return launch_kernel<merge_slots<Token>>("merge_slots", context, row_launch(threads, a.m.out.rows()), a,
+                                           threads);
+}
+
 }  // namespace
 
 Status launch_gather_rows(const GatherRows& g, const LaunchContext& context) {
@@ -249,6 +298,25 @@ Status launch_reduce_rows(const ReduceRows& r, const LaunchContext& context) {
       return launch_reduce<Fp16Token>(a, context);
     default:
       return launch_reduce<Fp32Token>(a, context);
+  }
+}
+
+Status launch_merge_slots(const MergeSlots& m, const LaunchContext& context) {
+  MergeArguments a{};
+  a.m = m;
+  a.rows.block = m.rows.data;
+  a.rows.row_stride = m.rows.stride * dtype_bytes(m.rows.dtype);
+  a.weights.block = m.weights;
+  a.weights.row_stride = 4;
+  a.out_stride = m.out.stride * dtype_bytes(m.out.dtype);
+  a.out_alignment = alignment_of(m.out.data, a.out_stride);
+  switch (m.out.dtype) {
+    case DType::kBFloat16:
+      return launch_merge<Bf16Token>(a, context);
+    case DType::kFloat16:
+      return launch_merge<Fp16Token>(a, context);
+    default:
+      return launch_merge<Fp32Token>(a, context);
   }
 }
 

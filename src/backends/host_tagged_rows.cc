@@ -1,0 +1,55 @@
+// Rows that carry where they come from, on the host.
+#include <algorithm>
+#include <cstring>
+
+#include "backends/host_backend.h"
+
+namespace nvte_ep {
+namespace {
+
+int64_t slot_of(SlotAddress address) { return address & ((int64_t{1} << kSlotBits) - 1); }
+
+}  // namespace
+
+Status HostBackend::tag_rows(const TagRows& t, nvte_ep_stream_t) {
+  for (int64_t token = 0; token < t.tokens; ++token) {
+    uint8_t* trailer = t.rows + token * t.row_stride + t.trailer;
+    const int32_t tag[kTagBytes / 4] = {t.rank, static_cast<int32_t>(token)};
+    std::memcpy(trailer, tag, sizeof(tag));
+    float* weights = reinterpret_cast<float*>(trailer + kTagBytes);
+    std::fill_n(weights, t.top_k, 0.0f);
+    if (t.weights != nullptr) std::copy_n(t.weights + token * t.weights_stride, t.top_k, weights);
+  }
+  return Status();
+}
+
+Status HostBackend::locate_rows(const LocateRows& l, nvte_ep_stream_t) {
+  const int64_t in_use = std::min(l.num_slots, load_index(l.slot_count, 0));
+  for (int64_t s = 0; s < in_use; ++s) {
+    if (l.slot_source[s] < 0) l.place[s] = -1;
+  }
+  for (int32_t e = 0; e < l.num_experts; ++e) {
+    for (int64_t i = 0; i < l.counts[e]; ++i) {
+      const int64_t at = e * l.rows_per_expert + i;
+      int32_t tag[2];
+      std::memcpy(tag, l.rows + at * l.row_stride + l.trailer, sizeof(tag));
+      const SlotAddress* slots = l.slots + (tag[0] * l.tokens + tag[1]) * l.top_k;
+      for (int32_t k = 0; k < l.top_k; ++k) {
+        if (slots[k] >= 0 && l.slot_expert[slot_of(slots[k])] == e) l.place[slot_of(slots[k])] = at;
+      }
+    }
+  }
+  return Status();
+}
+
+Status HostBackend::scatter_rows(const ScatterRows& s, nvte_ep_stream_t) {
+  const int64_t bytes = s.rows.columns() * dtype_bytes(s.rows.dtype);
+  const int64_t in_use = std::min(s.rows.rows(), load_index(s.slot_count, 0));
+  for (int64_t slot = 0; slot < in_use; ++slot) {
+    if (s.place[slot] < 0) continue;
+    std::memcpy(s.out + s.place[slot] * s.out_stride, s.rows.row(slot), static_cast<size_t>(bytes));
+  }
+  return Status();
+}
+
+}  // namespace nvte_ep

@@ -1,0 +1,174 @@
+#include "transports/nccl_ep_ranks.h"
+
+#include <cstdlib>
+#include <mutex>
+#include <numeric>
+
+#include "transports/nccl.h"
+#include "transports/nccl_ep_low_latency.h"
+#include "transports/nccl_ep_slots.h"
+
+namespace nvte_ep {
+
+using nccl::check;
+
+namespace {
+
+// Multiprocessors of the exchange itself, which NCCL EP's config sets together with those of its local kernels. On an H200
+// dispatch is fastest with 24, combine with 96; this is the best for both together. The local kernels keep all of them.
+constexpr const char* kExchangeSms = "NCCL_EP_COMM_SMS";
+constexpr const char* kExchangeSmsDefault = "32";
+
+}  // namespace
+
+NcclEpRanks::~NcclEpRanks() { close(); }
+
+Status NcclEpRanks::open(NcclCommunicator* base) {
+  NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL_EP));
+  // AUTO goes on to the next transport where one rank cannot take part.
+  NVTE_EP_TRY(ranks_.settle("group_create", nccl_ep::load(&api_), nullptr));
+  NVTE_EP_TRY(backend_->preload());
+  NVTE_EP_TRY(backend_->with_device([&] { return create_group(); }));
+  if (low_latency_fits(settings_, ranks_.size())) NVTE_EP_TRY(open_low_latency());
+  std::vector<SlotAddress> identity(static_cast<size_t>(settings_.max_tokens_per_rank));
+  std::iota(identity.begin(), identity.end(), SlotAddress{0});
+  NVTE_EP_TRY(identity_.reserve(backend_, settings_.max_tokens_per_rank * 8));
+  NVTE_EP_TRY(
+      backend_->upload(identity_.as<void>(), identity.data(), settings_.max_tokens_per_rank * 8, nullptr));
+  NVTE_EP_TRY(token_rows_.reserve(backend_, settings_.max_tokens_per_rank * token_bytes(settings_)));
+  const int64_t slot_bytes = settings_.recv_capacity * token_bytes(settings_);
+  if (!settings_.zero_copy) return slot_rows_.reserve(backend_, slot_bytes);
+  agreed_places_.insert({num_blocks_, 0});  // the same on every rank by construction
+  return allocate_symmetric(backend_, slot_bytes, &symmetric_slot_rows_);
+}
+
+Status NcclEpRanks::create_group() {
+  nccl_ep::GroupConfig config;
+  config.algorithm = nccl_ep::kHighThroughput;
+  config.num_experts = static_cast<unsigned>(settings_.num_experts);
+  config.max_dispatch_tokens_per_rank = static_cast<unsigned>(max_tokens(settings_));
+  config.max_recv_tokens_per_rank = settings_.eager() ? 0 : static_cast<unsigned>(max_slots(settings_));
+  config.max_token_bytes = static_cast<unsigned>(token_bytes(settings_));
+  config.num_topk = static_cast<unsigned>(settings_.max_top_k);
+  config.max_num_sms = static_cast<unsigned>(settings_.num_sms);
+  config.zero_copy = settings_.zero_copy ? nccl_ep::kZeroCopyOn : nccl_ep::kZeroCopyAuto;
+  // Its environment is read here, and nowhere else.
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const bool choose = settings_.num_sms == 0 && std::getenv(kExchangeSms) == nullptr;
+  if (choose) setenv(kExchangeSms, kExchangeSmsDefault, 1);
+  const nccl::Result result = api_->ncclEpCreateGroup(&group_, ranks_.comm(), &config);
+  if (choose) unsetenv(kExchangeSms);
+  return check(ranks_.api(), result, "ncclEpCreateGroup", ranks_.comm());
+}
+
+Status NcclEpRanks::open_low_latency() {
+  const int64_t row_bytes = low_latency_row_bytes(token_bytes(settings_), settings_.max_top_k);
+  nccl_ep::GroupConfig config;
+  config.algorithm = nccl_ep::kLowLatency;
+  config.num_experts = static_cast<unsigned>(settings_.num_experts);
+  config.max_dispatch_tokens_per_rank = static_cast<unsigned>(max_tokens(settings_));
+  config.max_token_bytes = static_cast<unsigned>(row_bytes);
+  config.num_topk = static_cast<unsigned>(settings_.max_top_k);
+  config.max_num_sms = static_cast<unsigned>(settings_.num_sms);
+  NVTE_EP_TRY(backend_->with_device([&] {
+    return check(ranks_.api(), api_->ncclEpCreateGroup(&low_latency_group_, ranks_.comm(), &config),
+                 "ncclEpCreateGroup (low latency)", ranks_.comm());
+  }));
+  NVTE_EP_TRY(low_latency_send_rows_.reserve(backend_, max_tokens(settings_) * row_bytes));
+  // Every expert may get all tokens of all ranks.
+  return low_latency_rows_.reserve(backend_, settings_.num_experts * max_tokens(settings_) * row_bytes);
+}
+
+void NcclEpRanks::close() {
+  for (NcclEpSlots* handle : std::exchange(handles_, {})) handle->orphan();
+  const nccl_ep::Group groups[] = {std::exchange(low_latency_group_, nullptr),
+                                   std::exchange(group_, nullptr)};
+  // Waits for the device, and so for ever where a kernel waits for a peer that is gone.
+  if (ranks_.failure().ok()) {
+    (void)backend_->with_device([&] {
+      for (const nccl_ep::Group group : groups) {
+        if (group != nullptr) (void)api_->ncclEpGroupDestroy(group);
+      }
+      for (auto& block : blocks_) {
+        const nccl::Window window = std::exchange(block.second.window, nullptr);
+        if (window != nullptr) (void)ranks_.api().ncclCommWindowDeregister(ranks_.comm(), window);
+      }
+      return Status();
+    });
+  }
+  ranks_.close();
+  if (symmetric_slot_rows_ != nullptr)
+    release_symmetric(backend_, std::exchange(symmetric_slot_rows_, nullptr));
+}
+
+Status NcclEpRanks::allocate_symmetric(Backend* backend, int64_t bytes, void** memory) {
+  if (!settings_.zero_copy) return RoutingRanks::allocate_symmetric(backend, bytes, memory);
+  const nccl::Api& nccl = ranks_.api();
+  const size_t size = static_cast<size_t>(std::max<int64_t>(bytes, 1));
+  Block block{num_blocks_++, bytes, nullptr};
+  void* fresh = nullptr;
+  const Status allocated = backend_->with_device(
+      [&] { return check(nccl, nccl.ncclMemAlloc(&fresh, size), "ncclMemAlloc", ranks_.comm()); });
+  Status status = ranks_.settle("symmetric memory", allocated, nullptr);
+  if (status.ok()) {
+    status = backend_->with_device([&] {
+      return check(nccl,
+                   nccl.ncclCommWindowRegister(ranks_.comm(), fresh, size, &block.window,
+                                               nccl::kWindowCollectiveSymmetric),
+                   "ncclCommWindowRegister", ranks_.comm());
+    });
+  }
+  if (!status.ok()) {
+    if (fresh != nullptr) (void)nccl.ncclMemFree(fresh);
+    return status;
+  }
+  blocks_[static_cast<const uint8_t*>(fresh)] = block;
+  *memory = fresh;
+  return Status();
+}
+
+void NcclEpRanks::release_symmetric(Backend* backend, void* memory) {
+  const auto found = blocks_.find(static_cast<const uint8_t*>(memory));
+  if (found == blocks_.end()) return RoutingRanks::release_symmetric(backend, memory);
+  const nccl::Window window = found->second.window;
+  blocks_.erase(found);
+  if (!ranks_.failure().ok()) return;  // peers may still reach it
+  (void)backend_->with_device([&] {
+    if (window != nullptr) (void)ranks_.api().ncclCommWindowDeregister(ranks_.comm(), window);
+    (void)ranks_.api().ncclMemFree(memory);
+    return Status();
+  });
+}
+
+Status NcclEpRanks::bind(nccl_ep::Tensor* tensor, nvte_ep_stream_t stream) {
+  if (!settings_.zero_copy) return Status();
+  const uint8_t* data = static_cast<const uint8_t*>(tensor->data);
+  auto found = blocks_.upper_bound(data);
+  if (found == blocks_.begin())
+    return invalid_argument("zero_copy: memory ", tensor->data, " is not symmetric");
+  --found;
+  const int64_t offset = data - found->first;
+  if (offset >= found->second.bytes) {
+    return invalid_argument("zero_copy: memory ", tensor->data, " is not symmetric");
+  }
+  tensor->window = found->second.window;
+  tensor->window_offset = static_cast<uint64_t>(offset);
+  const std::pair<int64_t, int64_t> place(found->second.number, offset);
+  if (agreed_places_.count(place) != 0) return Status();
+  bool capturing = false;
+  NVTE_EP_TRY(backend_->is_capturing(stream, &capturing));
+  if (capturing) {
+    return bad_state(
+        "zero_copy: symmetric memory at a new place is compared between the ranks, which waits: ",
+        "use it once before the capture");
+  }
+  NVTE_EP_TRY(ranks_.agree(
+      "zero_copy",
+      {{"symmetric memory (the n-th allocation)", place.first}, {"symmetric memory offset", place.second}},
+      stream));
+  agreed_places_.insert(place);
+  return Status();
+}
+
+}  // namespace nvte_ep

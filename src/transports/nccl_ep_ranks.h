@@ -1,0 +1,120 @@
+// One rank of a group of `nccl_ep`: NCCL EP's groups, symmetric memory, and what the handles share.
+#ifndef NVTE_EP_TRANSPORTS_NCCL_EP_RANKS_H_
+#define NVTE_EP_TRANSPORTS_NCCL_EP_RANKS_H_
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transports/device_buffer.h"
+#include "transports/device_exchange.h"
+#include "transports/nccl_ep_arrays.h"
+#include "transports/nccl_group_comm.h"
+
+namespace nvte_ep {
+
+class NcclEpSlots;
+
+// One rank of the group, and what its handles share. Steps follow each other on the group's stream, so one set of buffers
+// for rows that cannot be handed over as they are will do.
+class NcclEpRanks : public RoutingRanks {
+ public:
+  NcclEpRanks(const nccl::Api& api, const GroupSettings& settings, Backend* backend, int32_t rank,
+              int32_t size)
+      : settings_(settings),
+        backend_(backend),
+        ranks_(api, backend, rank, size, settings.timeout_ns, false) {}
+  ~NcclEpRanks() override;
+
+  Status open(NcclCommunicator* base);
+
+  Status gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) override {
+    NVTE_EP_TRY(ranks_.watch().begin(stream));
+    NVTE_EP_TRY(ranks_.gather(mine, all, bytes, stream));
+    return ranks_.watch().end(stream);
+  }
+  Status open_slots(const HandleSettings& settings, const Route& route,
+                    std::unique_ptr<SlotExchange>* slots) override;
+  Status agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream) override {
+    return ranks_.agree(step, mine, stream);
+  }
+  Status wait(const char* step, nvte_ep_stream_t stream) override { return ranks_.wait(step, stream); }
+  Status failure(int32_t* rank) override {
+    *rank = -1;
+    return ranks_.failure();
+  }
+  Status check_clock() override { return ranks_.check_watch(); }
+  void abort(const std::string& message) override { ranks_.abort(message); }
+  void close() override;
+
+  Status allocate_symmetric(Backend* backend, int64_t bytes, void** memory) override;
+  void release_symmetric(Backend* backend, void* memory) override;
+  // The window that holds memory which zero_copy names. Its place must be the same on every rank: a place that has not been
+  // seen yet is compared, which waits.
+  Status bind(nccl_ep::Tensor* tensor, nvte_ep_stream_t stream);
+
+  // Enqueues calls of NCCL EP as one step.
+  template <typename Function>
+  Status step(const char* name, nvte_ep_stream_t stream, const Function& call) {
+    NVTE_EP_TRY(ranks_.watch().begin(stream));
+    NVTE_EP_TRY(
+        backend_->with_device([&] { return nccl::check(ranks_.api(), call(), name, ranks_.comm()); }));
+    return ranks_.watch().end(stream);
+  }
+
+  const nccl_ep::Api& api() const { return *api_; }
+  nccl_ep::Group group() const { return group_; }
+  const GroupSettings& settings() const { return settings_; }
+  Backend* backend() const { return backend_; }
+  int32_t size() const { return ranks_.size(); }
+  void* token_rows() const { return token_rows_.as<void>(); }
+  // Room for so many slots; grows in eager groups only.
+  Status slot_rows(int64_t slots, void** rows) {
+    *rows = symmetric_slot_rows_;
+    if (settings_.zero_copy) return Status();
+    NVTE_EP_TRY(slot_rows_.reserve(backend_, slots * token_bytes(settings_)));
+    *rows = slot_rows_.as<void>();
+    return Status();
+  }
+  // For small batches there is a second group, in low-latency mode; null where there is none.
+  nccl_ep::Group low_latency_group() const { return low_latency_group_; }
+  void* low_latency_send_rows() const { return low_latency_send_rows_.as<void>(); }
+  void* low_latency_rows() const { return low_latency_rows_.as<void>(); }
+  const SlotAddress* identity() const { return identity_.as<SlotAddress>(); }
+  void forget(NcclEpSlots* handle) { handles_.erase(std::find(handles_.begin(), handles_.end(), handle)); }
+  int32_t rank() const { return ranks_.rank(); }
+  bool is_stuck() { return ranks_.is_stuck(); }
+
+ private:
+  struct Block {
+    int64_t number;  // the n-th allocation
+    int64_t bytes;
+    nccl::Window window;
+  };
+
+  Status create_group();
+  Status open_low_latency();
+
+  const nccl_ep::Api* api_ = nullptr;
+  const GroupSettings settings_;
+  Backend* const backend_;
+  NcclGroupComm ranks_;
+  nccl_ep::Group group_ = nullptr;
+  nccl_ep::Group low_latency_group_ = nullptr;
+  DeviceBuffer low_latency_send_rows_;  // [max_tokens] of low_latency_row_bytes
+  DeviceBuffer low_latency_rows_;       // [local experts, ranks, max_tokens] of the same
+  std::vector<NcclEpSlots*> handles_;
+  DeviceBuffer identity_;                   // [max_tokens_per_rank]: token t is item t
+  DeviceBuffer token_rows_, slot_rows_;     // of token_bytes
+  void* symmetric_slot_rows_ = nullptr;     // in place of slot_rows_ where there is zero_copy
+  std::map<const uint8_t*, Block> blocks_;  // symmetric memory
+  int64_t num_blocks_ = 0;
+  std::set<std::pair<int64_t, int64_t>> agreed_places_;  // number of the block, offset
+};
+
+}  // namespace nvte_ep
+
+#endif  // NVTE_EP_TRANSPORTS_NCCL_EP_RANKS_H_

@@ -1,0 +1,115 @@
+#include "transports/nccl_group_comm.h"
+
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "transports/device_exchange.h"
+#include "transports/nccl.h"
+
+namespace nvte_ep {
+
+using nccl::check;
+using Clock = std::chrono::steady_clock;
+
+Status NcclGroupComm::open(NcclCommunicator* base, const GroupSettings& settings, int32_t transport) {
+  NVTE_EP_TRY(watch_.open());
+  base_ = base;
+  NVTE_EP_TRY(backend_->with_device([&] {
+    return check(api_, api_.ncclCommSplit(base->comm(), 0, rank_, &comm_, nullptr), "ncclCommSplit",
+                 base->comm());
+  }));
+  std::vector<Agreed> agreement = group_agreement(settings);
+  agreement.push_back({"transport", transport});
+  return agree("group_create", agreement, nullptr);
+}
+
+Status NcclGroupComm::gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) {
+  return backend_->with_device([&] {
+    return check(api_, api_.ncclAllGather(mine, all, static_cast<size_t>(bytes), nccl::kUint8, comm_, stream),
+                 "ncclAllGather", comm_);
+  });
+}
+
+NcclGather NcclGroupComm::hosts() {
+  return NcclGather(api_, comm_, backend_, size_,
+                    [this](const char* step, nvte_ep_stream_t stream) { return wait(step, stream); });
+}
+
+Status NcclGroupComm::agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream) {
+  return hosts().agree(step, mine, stream);
+}
+
+Status NcclGroupComm::settle(const char* step, const Status& mine, nvte_ep_stream_t stream) {
+  return hosts().settle(step, mine, stream);
+}
+
+Status NcclGroupComm::wait(const char* step, nvte_ep_stream_t stream) {
+  const auto deadline = Clock::now() + std::chrono::nanoseconds(timeout_ns_);
+  for (;;) {
+    bool idle = false;
+    NVTE_EP_TRY(backend_->is_idle(stream, &idle));
+    if (idle) return Status();
+    NVTE_EP_TRY(failure());
+    if (Clock::now() > deadline) {
+      const Status late = fail(NVTE_EP_STATUS_TIMEOUT, text(step, ": a peer did not arrive within ",
+                                                            static_cast<double>(timeout_ns_) * 1e-9,
+                                                            " s (NCCL does not tell which)"));
+      close();  // the caller waits for it
+      return late;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+}
+
+Status NcclGroupComm::failure() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!failure_.ok() || comm_ == nullptr) return failure_;
+  nccl::Result error = 0;
+  NVTE_EP_TRY(check(api_, api_.ncclCommGetAsyncError(comm_, &error), "ncclCommGetAsyncError", comm_));
+  if (error == 0 || error == nccl::kInProgress) return Status();
+  const Status failed =
+      fail(NVTE_EP_STATUS_PEER_FAILED, text("NCCL reports ", api_.ncclGetErrorString(error)));
+  close();
+  return failed;
+}
+
+Status NcclGroupComm::check_watch() {
+  NVTE_EP_TRY(failure());
+  const Status late = watch_.check();
+  return late.code() == NVTE_EP_STATUS_TIMEOUT ? fail(late.code(), late.message()) : late;
+}
+
+Status NcclGroupComm::fail(nvte_ep_status_t code, const std::string& message) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (failure_.ok()) failure_ = Status(code, message);
+  if (base_ != nullptr) base_->expect_lost_peer();
+  if (is_stuck()) {
+    backend_->abandon();
+    if (base_ != nullptr) base_->forget();
+  }
+  return failure_;
+}
+
+void NcclGroupComm::abort(const std::string& message) {
+  (void)fail(NVTE_EP_STATUS_PEER_FAILED, message);
+  close();
+}
+
+void NcclGroupComm::close() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  base_ = nullptr;
+  const nccl::Comm mine = std::exchange(comm_, nullptr);
+  if (mine == nullptr || is_stuck()) return;
+  (void)backend_->with_device([&] {
+    (void)(failure_.ok() ? api_.ncclCommDestroy(mine) : api_.ncclCommAbort(mine));
+    return Status();
+  });
+}
+
+bool NcclGroupComm::is_stuck() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return !failure_.ok() && !abort_ends_kernels_ && watch_.pending();
+}
+
+}  // namespace nvte_ep

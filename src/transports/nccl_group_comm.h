@@ -1,0 +1,85 @@
+// One rank's part of a group's own NCCL communicator: what every transport over NCCL does with it besides moving rows.
+#ifndef NVTE_EP_TRANSPORTS_NCCL_GROUP_COMM_H_
+#define NVTE_EP_TRANSPORTS_NCCL_GROUP_COMM_H_
+
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/backend.h"
+#include "transports/device_exchange.h"
+#include "transports/nccl_api.h"
+#include "transports/nccl_gather.h"
+#include "transports/step_watch.h"
+
+namespace nvte_ep {
+
+class NcclCommunicator;
+
+class NcclGroupComm {
+ public:
+  // abort_ends_kernels: whether all kernels that run over the communicator look at its abort flag, as NCCL's own do.
+  NcclGroupComm(const nccl::Api& api, Backend* backend, int32_t rank, int32_t size, int64_t timeout_ns,
+                bool abort_ends_kernels)
+      : api_(api),
+        backend_(backend),
+        rank_(rank),
+        size_(size),
+        timeout_ns_(timeout_ns),
+        abort_ends_kernels_(abort_ends_kernels),
+        watch_(backend, timeout_ns) {}
+  ~NcclGroupComm() { close(); }
+  NcclGroupComm(const NcclGroupComm&) = delete;
+  NcclGroupComm& operator=(const NcclGroupComm&) = delete;
+
+  // Splits base, so that groups do not order each other's calls. Collective. INVALID_ARGUMENT where the ranks disagree on the
+  // settings, or on the transport (NVTE_EP_TRANSPORT_*): AUTO may have chosen differently.
+  Status open(NcclCommunicator* base, const GroupSettings& settings, int32_t transport);
+
+  const nccl::Api& api() const { return api_; }
+  nccl::Comm comm() const { return comm_; }
+  int32_t rank() const { return rank_; }
+  int32_t size() const { return size_; }
+  // Begins and ends what is enqueued on a stream for one exchange.
+  StepWatch& watch() { return watch_; }
+
+  // All-gather of bytes a rank, in rank order.
+  Status gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream);
+  // Every rank's values to every rank's host; INVALID_ARGUMENT on all of them where they differ. Waits.
+  Status agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream);
+  // OK where every rank is; else the first failure, on every rank. Waits.
+  Status settle(const char* step, const Status& mine, nvte_ep_stream_t stream);
+  // Waits for the stream, the time-out at most.
+  Status wait(const char* step, nvte_ep_stream_t stream);
+
+  // The failure that ended the group, or OK. Neither blocks.
+  Status failure();
+  // Looks at the clock, too: TIMEOUT where an exchange has been on the device for longer than the time-out.
+  Status check_watch();
+  // Ends the group, and with it what is in flight: the communicator is this group's own.
+  void abort(const std::string& message);
+  // After a failure the communicator is aborted, else destroyed; left alone for ever where kernels that nothing can end may
+  // still use it.
+  void close();
+  // Whether such kernels may be on the device.
+  bool is_stuck();
+
+ private:
+  NcclGather hosts();
+  Status fail(nvte_ep_status_t code, const std::string& message);
+
+  const nccl::Api& api_;
+  Backend* const backend_;
+  const int32_t rank_, size_;
+  const int64_t timeout_ns_;
+  const bool abort_ends_kernels_;
+  NcclCommunicator* base_ = nullptr;  // until close
+  nccl::Comm comm_ = nullptr;
+  StepWatch watch_;
+  std::recursive_mutex mutex_;
+  Status failure_;
+};
+
+}  // namespace nvte_ep
+
+#endif  // NVTE_EP_TRANSPORTS_NCCL_GROUP_COMM_H_

@@ -1,0 +1,78 @@
+#include "transports/step_watch.h"
+
+#include <utility>
+
+namespace nvte_ep {
+
+StepWatch::~StepWatch() {
+  for (Step& step : steps_) {
+    backend_->destroy_mark(step.began);
+    backend_->destroy_mark(step.done);
+  }
+}
+
+Status StepWatch::open() {
+  for (Step& step : steps_) {
+    NVTE_EP_TRY(backend_->create_mark(&step.began));
+    NVTE_EP_TRY(backend_->create_mark(&step.done));
+  }
+  return Status();
+}
+
+Status StepWatch::begin(nvte_ep_stream_t stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  open_ = nullptr;
+  bool capturing = false;
+  NVTE_EP_TRY(backend_->is_capturing(stream, &capturing));
+  if (capturing) return Status();
+  NVTE_EP_TRY(advance());
+  open_ = oldest_->enqueued ? newest_ : oldest_;
+  open_->enqueued = false;
+  return backend_->set_mark(open_->began, stream);
+}
+
+Status StepWatch::end(nvte_ep_stream_t stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Step* const step = std::exchange(open_, nullptr);
+  if (step == nullptr) return Status();
+  NVTE_EP_TRY(backend_->set_mark(step->done, stream));
+  step->enqueued = true;
+  step->running = false;
+  return Status();
+}
+
+Status StepWatch::advance() {
+  for (int turn = 0; turn < 2 && oldest_->enqueued; ++turn) {
+    bool done = false;
+    NVTE_EP_TRY(backend_->mark_passed(oldest_->done, &done));
+    if (!done) break;
+    oldest_->enqueued = false;
+    std::swap(oldest_, newest_);
+  }
+  return Status();
+}
+
+Status StepWatch::check() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  NVTE_EP_TRY(advance());
+  if (!oldest_->enqueued) return Status();
+  bool began = false;
+  NVTE_EP_TRY(backend_->mark_passed(oldest_->began, &began));
+  if (!began) return Status();
+  const Clock::time_point now = Clock::now();
+  if (!oldest_->running) {
+    oldest_->running = true;
+    oldest_->since = now;
+  }
+  if (now - oldest_->since <= std::chrono::nanoseconds(timeout_ns_)) return Status();
+  return Status(NVTE_EP_STATUS_TIMEOUT,
+                text("an exchange has not ended within ", static_cast<double>(timeout_ns_) * 1e-9,
+                     " s on the device: a peer did not take part (NCCL does not tell which)"));
+}
+
+bool StepWatch::pending() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return !advance().ok() || oldest_->enqueued || open_ != nullptr;
+}
+
+}  // namespace nvte_ep

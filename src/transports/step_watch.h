@@ -1,0 +1,55 @@
+// Watches the clock for exchanges whose kernels have no time-out of their own.
+#ifndef NVTE_EP_TRANSPORTS_STEP_WATCH_H_
+#define NVTE_EP_TRANSPORTS_STEP_WATCH_H_
+
+#include <chrono>
+#include <mutex>
+
+#include "core/backend.h"
+
+namespace nvte_ep {
+
+// A step is what lies between begin and end on a stream. Only the time for which it has been begun and not done counts, not
+// the work before it. The oldest step that is not done and the newest one are kept: when the oldest is done, the newest takes
+// its place, so a step that never ends is found, at the latest, one time-out after it has become the oldest.
+// A captured step leaves no trace: replays are not watched.
+class StepWatch {
+ public:
+  StepWatch(Backend* backend, int64_t timeout_ns) : backend_(backend), timeout_ns_(timeout_ns) {}
+  ~StepWatch();
+  StepWatch(const StepWatch&) = delete;
+  StepWatch& operator=(const StepWatch&) = delete;
+
+  Status open();
+  Status begin(nvte_ep_stream_t stream);
+  Status end(nvte_ep_stream_t stream);
+
+  // TIMEOUT where a step takes too long. Never blocks; any thread.
+  Status check();
+  // Whether a step may still be on the device.
+  bool pending();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Step {
+    void* began = nullptr;
+    void* done = nullptr;
+    bool enqueued = false;
+    bool running = false;  // seen to have begun, at since
+    Clock::time_point since;
+  };
+  // Leaves the oldest step that is not done in oldest_.
+  Status advance();
+
+  Backend* const backend_;
+  const int64_t timeout_ns_;
+  std::mutex mutex_;
+  Step steps_[2];
+  Step* oldest_ = &steps_[0];
+  Step* newest_ = &steps_[1];
+  Step* open_ = nullptr;  // between begin and end
+};
+
+}  // namespace nvte_ep
+
+#endif  // NVTE_EP_TRANSPORTS_STEP_WATCH_H_
