@@ -258,7 +258,7 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
   a.options = options;
   const int64_t tiles = std::max<int64_t>(1, max_tiles(available, shape.alignment, shape.num_experts));
   // Enough column groups that thread blocks come in many rounds, no more: each has to find its slab.
-  constexpr int64_t kRounds = 64;  // times the multiprocessors
+  constexpr int64_t kRounds = 32;  // times the multiprocessors
   const int64_t groups =
       !a.tiles ? 1
                : std::max<int64_t>(1, std::min<int64_t>((shape.hidden + kTileColumns - 1) / kTileColumns,
@@ -275,6 +275,7 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
   }
   if (a.tiles) {
     a.blocks = tiles * a.column_groups;
+    if (a.blocks > INT32_MAX) return unsupported("operand: expected less than 2^38 rows for a columnwise part");
     return format == NVTE_EP_FORMAT_NVFP4 ? launch_receive_columns_nvfp4(a, context)
                                           : launch_receive_columns_mxfp8(a, context);
   }

@@ -103,13 +103,13 @@ class Mover {
 // Scales of the 8 column blocks by 128 rows as FP32.
 constexpr int kFactorsBytes = kTileColumns / Mxfp8::kBlock * kBand * 4;
 
-__device__ __forceinline__ void receive_columns(const ReceiveArguments& a, int64_t work) {
+__device__ __forceinline__ void receive_columns(const ReceiveArguments& a, uint32_t work) {
   extern __shared__ __align__(128) uint8_t shared[];
   using Layout = Stage<Mxfp8>;
   float* factors = reinterpret_cast<float*>(shared + 2 * Layout::kBytes);
   uint8_t* column_scales = shared + 2 * Layout::kBytes + kFactorsBytes;  // [256 columns][4 token blocks]
   Band b;
-  const int group = static_cast<int>(work % a.column_groups);
+  const int group = static_cast<int>(work % static_cast<uint32_t>(a.column_groups));
   if (!find_band(a, work, &b)) return;
   const int64_t group_begin = group * a.group_columns;
   const int64_t group_end =
@@ -209,7 +209,7 @@ __device__ __forceinline__ void receive_columns(const ReceiveArguments& a, int64
 }
 
 __global__ void __launch_bounds__(kThreads, 2) receive_columns_mxfp8(const ReceiveArguments a) {
-  for (int64_t work = blockIdx.x; work < a.blocks; work += gridDim.x) {
+  for (uint32_t work = blockIdx.x; work < a.blocks; work += gridDim.x) {
     receive_columns(a, work);
     __syncthreads();
   }

@@ -64,42 +64,60 @@ struct ColumnScaling {
   uint64_t stream;        // rank << 54
 };
 
-// The rowwise payload on its way, codes and scales to shared memory.
-__device__ __forceinline__ void load_stage(const ReceiveArguments& a, const Band& b, int64_t column,
-                                           Stage* stage) {
-  constexpr int kChunks = kRowBytes / 16;
-  constexpr int kStep = kTileThreads / kChunks;  // rows
-  constexpr int kCount = kBand / kStep;
-  const int row = static_cast<int>(threadIdx.x) / kChunks;
-  const int64_t at = column / 2 + static_cast<int>(threadIdx.x) % kChunks * 16;
-  uint4 codes[kCount];
-  uint4 scales = make_uint4(0, 0, 0, 0);
-  const uint8_t* from = a.rows + (b.first_row + row) * a.row_stride + at;
+// A thread's part of moving 256 columns of a band: 16-byte chunks of the rows first, first + kStep, ..., and the scales of
+// one row. The rowwise payload is written on the way. Addresses advance from one stage to the next.
+class Mover {
+ public:
+  __device__ __forceinline__ Mover(const ReceiveArguments& a, const Band& b, int64_t column)
+      : from_(a.rows + ((b.first_row + first_row()) * a.row_stride + column / 2 + chunk() * 16)),
+        to_(a.payload + ((b.first_row + first_row()) * a.layout.payload_bytes + column / 2 + chunk() * 16)) {}
+
+  __device__ __forceinline__ void move(const ReceiveArguments& a, const Band& b, int64_t column,
+                                       Stage* stage) {
+    const bool inside = column / 2 + chunk() * 16 < a.layout.payload_bytes;
+    const int rows = b.rows - first_row();
+    uint4 codes[kCount];
+    uint4 scales = make_uint4(0, 0, 0, 0);
+    const uint8_t* from = from_;
+    const int64_t from_step = kStep * a.row_stride;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    codes[i] = make_uint4(0, 0, 0, 0);
-    if (row + i * kStep < b.rows && at < a.layout.payload_bytes) {
-      codes[i] = *reinterpret_cast<const uint4*>(from + i * kStep * a.row_stride);
+    for (int i = 0; i < kCount; ++i) {
+      codes[i] = make_uint4(0, 0, 0, 0);
+      if (inside && i * kStep < rows) codes[i] = *reinterpret_cast<const uint4*>(from);
+      from += from_step;
     }
-  }
-  // Up to 16 bytes of scales: they may run past a row's last scale, but not past the row.
-  if (static_cast<int>(threadIdx.x) < b.rows) {
-    scales = *reinterpret_cast<const uint4*>(a.rows + (b.first_row + threadIdx.x) * a.row_stride +
-                                             a.layout.payload_bytes + column / kBlock);
-  }
-  if (static_cast<int>(threadIdx.x) < kBand) {
-    *reinterpret_cast<uint4*>(stage->scales + threadIdx.x * kScaleColumns) = scales;
-  }
-  uint8_t* place = stage->codes + row * kRowStride + static_cast<int>(threadIdx.x) % kChunks * 16;
-  uint8_t* to = a.payload + ((b.first_row + row) * a.layout.payload_bytes + at);
+    // Up to 16 bytes of scales: they may run past a row's last scale, but not past the row.
+    if (static_cast<int>(threadIdx.x) < b.rows) {
+      scales = *reinterpret_cast<const uint4*>(
+          a.rows + ((b.first_row + threadIdx.x) * a.row_stride + a.layout.payload_bytes + column / kBlock));
+    }
+    if (threadIdx.x < kBand) {
+      *reinterpret_cast<uint4*>(stage->scales + threadIdx.x * kScaleColumns) = scales;
+    }
+    uint8_t* place = stage->codes + first_row() * kRowStride + chunk() * 16;
+    uint8_t* to = to_;
+    const int64_t to_step = kStep * a.layout.payload_bytes;
+    const bool writes = inside && a.payload != nullptr;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    *reinterpret_cast<uint4*>(place + i * kStep * kRowStride) = codes[i];
-    if (a.payload != nullptr && row + i * kStep < b.rows && at < a.layout.payload_bytes) {
-      *reinterpret_cast<uint4*>(to + i * kStep * a.layout.payload_bytes) = codes[i];
+    for (int i = 0; i < kCount; ++i) {
+      *reinterpret_cast<uint4*>(place + i * kStep * kRowStride) = codes[i];
+      if (writes && i * kStep < rows) *reinterpret_cast<uint4*>(to) = codes[i];
+      to += to_step;
     }
+    from_ += kRowBytes;
+    to_ += kRowBytes;
   }
-}
+
+ private:
+  static constexpr int kChunks = kRowBytes / 16;
+  static constexpr int kStep = kTileThreads / kChunks;  // rows
+  static constexpr int kCount = kBand / kStep;
+  static __device__ __forceinline__ int first_row() { return static_cast<int>(threadIdx.x) / kChunks; }
+  static __device__ __forceinline__ int chunk() { return static_cast<int>(threadIdx.x) % kChunks; }
+
+  const uint8_t* from_;
+  uint8_t* to_;
+};
 
 // A thread takes 8 blocks of columns of one row. row_unit: 2^(k - c + 114), 0 or NaN.
 __device__ __forceinline__ void make_units(Stage* stage, float row_unit) {
@@ -197,8 +215,8 @@ __device__ __forceinline__ void transform_on_tensor_cores(const Stage* stage, co
 }
 
 // Results of one column of 16 tokens by the butterflies of the definition.
-__device__ __noinline__ Block16<Bf16Token> transform_by_butterflies(const Stage* stage, int block,
-                                                                    int column) {
+__device__ __forceinline__ Block16<Bf16Token> transform_by_butterflies(const Stage* stage, int block,
+                                                                       int column) {
   float value[16], unit[16];
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
@@ -212,28 +230,50 @@ __device__ __noinline__ Block16<Bf16Token> transform_by_butterflies(const Stage*
   return hadamard16_of_products(value, unit);
 }
 
-// Codes under the expert's exponent k of numbers times 1 / (first * second), as they are: where a block scale came out 0
-// or was cut off at 448.
-template <bool kStochastic>
-__device__ __noinline__ uint2 encode_true_numbers(Block16<Bf16Token> y, float first, float second, int k,
-                                                  uint32_t scale, Philox4 random) {
-  const float multiplier = SecondLevel(k, false).multiplier(scale);
-  uint2 codes = make_uint2(0, 0);
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const float v = mul_rn(mul_rn(y.value(i), first), second);
-    const uint32_t bytes = random.word[i / 4] >> (8 * (i % 4));
-    (i < 8 ? codes.x : codes.y) |= encode_e2m1_any<1>(&v, multiplier, kStochastic ? &bytes : nullptr)
-                                   << (i % 8 * 4);
+// The token blocks of a warp's 32 columns whose sums are exact, a bit each.
+__device__ __forceinline__ uint32_t exact_blocks(const Stage* stage, int blocks) {
+  const uint32_t whole = *reinterpret_cast<const uint32_t*>(stage->exact + warp_id() / 4 * 4);
+  if (whole == 0x01010101u) return (1u << blocks) - 1u;
+  uint32_t mask = 0;
+#pragma unroll 1
+  for (int block = 0; block < blocks; ++block) {
+    if ((whole >> (block / 2 * 8) & 1u) != 0 || is_exact(stage, block)) mask |= 1u << block;
   }
-  return codes;
+  return mask;
+}
+
+template <bool kStochastic>
+__device__ __forceinline__ Philox4 column_random(const Band& b, const ColumnScaling& c, int block,
+                                                 int64_t h) {
+  return random_block(
+      c.seed, c.offset, RandomStream::kColumn,
+      c.stream | (static_cast<uint64_t>(h) << 32) | static_cast<uint64_t>(b.first_row / kBlock + block));
+}
+
+// One token block of one column by the definition, into its slot.
+template <bool kStochastic, bool kScaleUp>
+__device__ __noinline__ void encode_by_definition(const Stage* stage, uint8_t* slot, int block, int column,
+                                                  int k, bool illegal, uint32_t r0, uint32_t r1, uint32_t r2,
+                                                  uint32_t r3) {
+  const uint32_t random[4] = {r0, r1, r2, r3};
+  uint2 codes = make_uint2(kNanCodes, kNanCodes);
+  uint32_t scale = kNanScale;
+  if (!illegal) {
+    const Block16<Bf16Token> y = transform_by_butterflies(stage, block, column);
+    const uint32_t largest = y.largest();
+    if (largest <= 0x7F800000u) {
+      codes = encode_nvfp4_block<Bf16Token, kStochastic>(y, bits_float(largest), true,
+                                                         SecondLevel(k, kScaleUp), random, &scale);
+    }
+  }
+  *reinterpret_cast<uint2*>(slot + kSlotCodes + block * 8) = codes;
+  slot[kSlotScales + block] = static_cast<uint8_t>(scale);
 }
 
 // A warp's 32 columns of a band: codes and scales to the slots.
-template <bool kStochastic>
-__device__ __forceinline__ void encode_columns(const ReceiveArguments& a, const Band& b, Stage* stage,
-                                               const HadamardSigns& signs, const ColumnScaling& c,
-                                               int64_t first_column) {
+template <bool kStochastic, bool kScaleUp>
+__device__ __forceinline__ void encode_columns(const Band& b, Stage* stage, const HadamardSigns& signs,
+                                               const ColumnScaling& c, int64_t first_column) {
   uint8_t* const slots = stage->slots[warp_id()];
   uint8_t* const slot = slots + lane_id() * kSlotStride;
   // Lane l names row l % 8 of matrix l / 8.
@@ -242,47 +282,42 @@ __device__ __forceinline__ void encode_columns(const ReceiveArguments& a, const 
   const uint32_t shared_slots =
       shared_address(slots + (lane_id() / 16 * 8 + lane_id() % 8) * kSlotStride + lane_id() / 8 % 2 * kBlock);
   const int column = column_of_slot(lane_id());
-  const uint32_t exact_with_neighbours = *reinterpret_cast<const uint32_t*>(stage->exact + warp_id() / 4 * 4);
+  const int blocks = b.rows / kBlock;
+  const uint32_t exact = c.illegal ? 0u : exact_blocks(stage, blocks);
+  uint32_t left = ~exact & ((1u << blocks) - 1u);  // what the loop does not do, or not right
   *reinterpret_cast<uint2*>(slot + kSlotScales) = make_uint2(0, 0);
 #pragma unroll 1
-  for (int block = 0; block * kBlock < b.rows; ++block) {
-    const bool exact = (exact_with_neighbours >> (block / 2 * 8) & 1u) != 0 || is_exact(stage, block);
-    Block16<Bf16Token> y;
-    SecondLevel second(kSumExponent, a.options.scale_up);
-    if (exact) {
-      transform_on_tensor_cores(stage, signs, block, shared_codes, shared_slots);
-      __syncwarp();
-      const uint4 lo = *reinterpret_cast<const uint4*>(slot), hi = *reinterpret_cast<const uint4*>(slot + 16);
-      y = Block16<Bf16Token>{{lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w}};
-    } else {
-      y = transform_by_butterflies(stage, block, warp_id() * kWarpColumns + column);
-      second = SecondLevel(c.k, a.options.scale_up);
-    }
+  for (int block = 0; block < blocks; ++block) {
+    if ((exact >> block & 1u) == 0) continue;
+    transform_on_tensor_cores(stage, signs, block, shared_codes, shared_slots);
+    __syncwarp();
+    const uint4 lo = *reinterpret_cast<const uint4*>(slot), hi = *reinterpret_cast<const uint4*>(slot + 16);
+    const Block16<Bf16Token> y{{lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w}};
+    const SecondLevel second(kSumExponent, kScaleUp);
     const float amax = bits_float(y.largest());
-    uint32_t scale = second.block_scale_of_finite(amax);
-    const float prepared = exact
-                               ? stage->multipliers[scale]
-                               : prepare_multiplier<Bf16Token, kStochastic>(second.multiplier(scale), scale);
+    const uint32_t scale = second.block_scale_of_finite(amax);
+    const float prepared = stage->multipliers[scale];
     Philox4 random;
-    if constexpr (kStochastic) {
-      random = random_block(c.seed, c.offset, RandomStream::kColumn,
-                            c.stream | (static_cast<uint64_t>(first_column + column) << 32) |
-                                static_cast<uint64_t>(b.first_row / kBlock + block));
-    }
-    uint2 codes;
-    if (is_fast<Bf16Token, kStochastic>(amax, prepared) && (exact || c.k <= kMaxFastExponent) && !c.illegal) {
-      codes = encode_fast<Bf16Token, kStochastic>(y, prepared, random.word);
-    } else if (is_nan(amax) || c.illegal) {
-      codes = make_uint2(kNanCodes, kNanCodes);
-      scale = kNanScale;
-    } else {
-      codes = encode_true_numbers<kStochastic>(y, exact ? exp2_int(-kSumExponent) : 1.0f,
-                                               exact ? exp2_int(c.k) : 1.0f, c.k, scale, random);
-    }
-    *reinterpret_cast<uint2*>(slot + kSlotCodes + block * 8) = codes;
+    if constexpr (kStochastic) random = column_random<kStochastic>(b, c, block, first_column + column);
+    *reinterpret_cast<uint2*>(slot + kSlotCodes + block * 8) =
+        encode_fast<Bf16Token, kStochastic>(y, prepared, random.word);
     slot[kSlotScales + block] = static_cast<uint8_t>(scale);
+    // A scale of 0, or cut off at 448.
+    if (!is_fast<Bf16Token, kStochastic>(amax, prepared)) left |= 1u << block;
     __syncwarp();  // the results are read
   }
+  if (__any_sync(kAllLanes, left != 0) != 0) {  // rare
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block) {
+      if ((left >> block & 1u) == 0) continue;
+      Philox4 random{};
+      if constexpr (kStochastic) random = column_random<kStochastic>(b, c, block, first_column + column);
+      encode_by_definition<kStochastic, kScaleUp>(stage, slot, block, warp_id() * kWarpColumns + column, c.k,
+                                                  c.illegal, random.word[0], random.word[1], random.word[2],
+                                                  random.word[3]);
+    }
+  }
+  __syncwarp();  // the codes are there
 }
 
 // A warp's codes and scales to the operand.
@@ -329,15 +364,16 @@ __device__ __forceinline__ void store_columns(const ReceiveArguments& a, const B
   if ((b.band * 2 + 1) * 4 < slab_blocks) *reinterpret_cast<uint32_t*>(to + kTileBytes) = scales.y;
 }
 
-template <bool kStochastic>
-__device__ __forceinline__ void receive_columns(const ReceiveArguments& a, int64_t work, Stage* stage) {
+template <bool kStochastic, bool kScaleUp>
+__device__ __forceinline__ void receive_columns(const ReceiveArguments& a, uint32_t work, Stage* stage) {
   Band b;
-  const int group = static_cast<int>(work % a.column_groups);
+  const int group = static_cast<int>(work % static_cast<uint32_t>(a.column_groups));
   const int64_t group_begin = group * a.group_columns;
   const int64_t group_end =
       group_begin + a.group_columns < a.hidden ? group_begin + a.group_columns : a.hidden;
   const bool there = find_band(a, work, &b);
-  if (there) load_stage(a, b, group_begin, stage);
+  Mover mover(a, b, group_begin);
+  if (there) mover.move(a, b, group_begin, stage);
   wait_for_kernel_before();  // the exponents are there
   if (!there) return;
   const uint8_t exponent = a.scales != nullptr ? *a.group_exponent(b.slab, b.band, group) : 0;
@@ -379,14 +415,14 @@ __device__ __forceinline__ void receive_columns(const ReceiveArguments& a, int64
 
 #pragma unroll 1
   for (int64_t column = group_begin; column < group_end; column += kTileColumns) {
-    if (column != group_begin) load_stage(a, b, column, stage);
+    if (column != group_begin) mover.move(a, b, column, stage);
     __syncthreads();  // the exponents are read too: from here on their places are written
     make_units(stage, row_unit);
     store_scales<Nvfp4>(a, b, column, stage->scales, stage->rescale, &misfit);
     __syncthreads();
     const int64_t first_column = column + warp_id() * kWarpColumns;
     if (first_column < a.hidden) {
-      encode_columns<kStochastic>(a, b, stage, signs, c, first_column);
+      encode_columns<kStochastic, kScaleUp>(b, stage, signs, c, first_column);
       store_columns(a, b, stage, first_column);
     } else if (a.columnwise_scales != nullptr && !a.linear &&
                first_column < round_up(a.hidden, kScaleTileRows)) {
@@ -402,27 +438,34 @@ __device__ __forceinline__ void receive_columns(const ReceiveArguments& a, int64
   if (misfit) report(a.options.findings, NVTE_EP_FINDING_EXPERT_SCALE);
 }
 
-template <bool kStochastic>
+template <bool kStochastic, bool kScaleUp>
 __global__ void __launch_bounds__(kTileThreads, 3) receive_columns_nvfp4(const ReceiveArguments a) {
   extern __shared__ __align__(128) uint8_t shared[];
-  for (int64_t work = blockIdx.x; work < a.blocks; work += gridDim.x) {
-    receive_columns<kStochastic>(a, work, reinterpret_cast<Stage*>(shared));
+  for (uint32_t work = blockIdx.x; work < a.blocks; work += gridDim.x) {
+    receive_columns<kStochastic, kScaleUp>(a, work, reinterpret_cast<Stage*>(shared));
     __syncthreads();
   }
 }
 
-}  // namespace
-
-Status launch_receive_columns_nvfp4(const ReceiveArguments& a, const LaunchContext& context) {
+template <bool kStochastic, bool kScaleUp>
+Status launch(const ReceiveArguments& a, const LaunchContext& context) {
   LaunchShape shape;
   shape.blocks = a.blocks;
   shape.bounded = true;
   shape.overlaps = true;
   shape.threads = kTileThreads;
   shape.shared_bytes = static_cast<int>(sizeof(Stage));
-  return a.options.stochastic
-             ? launch_kernel<receive_columns_nvfp4<true>>("receive_columns_nvfp4", context, shape, a)
-             : launch_kernel<receive_columns_nvfp4<false>>("receive_columns_nvfp4", context, shape, a);
+  return launch_kernel<receive_columns_nvfp4<kStochastic, kScaleUp>>("receive_columns_nvfp4", context, shape,
+                                                                     a);
+}
+
+}  // namespace
+
+Status launch_receive_columns_nvfp4(const ReceiveArguments& a, const LaunchContext& context) {
+  if (a.options.scale_up) {
+    return a.options.stochastic ? launch<true, true>(a, context) : launch<false, true>(a, context);
+  }
+  return a.options.stochastic ? launch<true, false>(a, context) : launch<false, false>(a, context);
 }
 
 }  // namespace nvte_ep
