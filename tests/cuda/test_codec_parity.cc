@@ -78,11 +78,10 @@ TEST_F(CodecParity, QuantizeAnyShapeAndData) {
 // Where there are many rows, a warp makes a row of its own.
 TEST_F(CodecParity, QuantizeManyRows) {
   Rng rng(8);
-  const int64_t rows = 1700;
-  for (const int64_t hidden : {int64_t{16}, int64_t{1040}, int64_t{2048}, int64_t{2720}, int64_t{4096},
-                               int64_t{5120}, int64_t{7168}, int64_t{8192}}) {
+  const int64_t rows = 700;
+  for (const int64_t hidden : {int64_t{1040}, int64_t{2720}, int64_t{7168}, int64_t{8192}}) {
     for (const DType dtype : kDTypes) {
-      for (const Data kind : {Data::kGaussian, Data::kWide, Data::kNonFinite}) {
+      for (const Data kind : {Data::kWide, Data::kNonFinite}) {
         for (const bool stochastic : {false, true}) {
           SCOPED_TRACE(text("hidden ", hidden, " dtype ", dtype_name(dtype), " data ", int(kind),
                             stochastic ? " stochastic" : ""));
