@@ -275,7 +275,8 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
   }
   if (a.tiles) {
     a.blocks = tiles * a.column_groups;
-    if (a.blocks > INT32_MAX) return unsupported("operand: expected less than 2^38 rows for a columnwise part");
+    if (a.blocks > INT32_MAX)
+      return unsupported("operand: expected less than 2^38 rows for a columnwise part");
     return format == NVTE_EP_FORMAT_NVFP4 ? launch_receive_columns_nvfp4(a, context)
                                           : launch_receive_columns_mxfp8(a, context);
   }
