@@ -413,7 +413,9 @@ NVTE_EP_API nvte_ep_status_t nvte_ep_mxfp8_direct_receive(const nvte_ep_tensor_t
  * scales          uint8 [R, C], any row stride
  * rows_per_expert int32 or int64 [E]: each expert's rows form a matrix of their own, at scale_row_offsets[e] * rup(C, 4);
  *                 NULL: one matrix of R rows
- * swizzled        uint8 [n], n >= rup(C, 4) * (rup(R, 128), or R + 127 * E rounded down to 128 with rows_per_expert)
+ * swizzled        uint8 [n], n >= rup(C, 4) * (rup(R, 128), or R + 127 * E rounded down to 128 with rows_per_expert);
+ *                 unswizzle takes n >= rup(C, 4) * rup(R, 128) in either case, so that it reads the scales of an operand,
+ *                 which has room for slabs of its alignment only; rows whose tile would lie past n keep what they have
  * Pad bytes of the tiles in use are written 0 by swizzle and ignored by unswizzle. Capturable. Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_scales_swizzle(const nvte_ep_tensor_t* scales,
                                                     const nvte_ep_tensor_t* rows_per_expert, nvte_ep_tensor_t* swizzled,
@@ -575,7 +577,8 @@ NVTE_EP_API nvte_ep_status_t nvte_ep_handle_create(nvte_ep_group_t group, const 
 NVTE_EP_API nvte_ep_status_t nvte_ep_handle_destroy(nvte_ep_handle_t handle);
 
 /* For expert e of this rank (E_local of them), with n_e routed tokens, p_e = n_e rounded up to the alignment and o the prefix
- * sum of p. Every output may be NULL; index outputs are int32 or int64 as the tensor says; all on the group's device. */
+ * sum of p. Every output may be NULL; index outputs are int32 or int64 as the tensor says (a count that int32 cannot hold
+ * becomes 2^31 - 1); all on the group's device. */
 typedef struct nvte_ep_prepare_args {
   uint32_t struct_size;
   uint32_t flags;

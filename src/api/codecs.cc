@@ -166,7 +166,11 @@ Status swizzle(const nvte_ep_tensor_t* scales, const nvte_ep_tensor_t* rows_per_
       return invalid_argument("rows_per_expert: expected 1 to 2^31 - 1 experts, or NULL for one matrix, got ",
                               counts.rows());
     }
-    tile_rows = (s.rows() + (kScaleTileRows - 1) * counts.rows()) / kScaleTileRows * kScaleTileRows;
+    // Where the tiles are given, as many as the rows need at least: the operand of direct receive has no more than its
+    // alignment calls for.
+    if (!inverse) {
+      tile_rows = (s.rows() + (kScaleTileRows - 1) * counts.rows()) / kScaleTileRows * kScaleTileRows;
+    }
   }
   int64_t bytes = 0;
   if (__builtin_mul_overflow(tile_rows, round_up(s.columns(), kScaleTileColumns), &bytes)) {
@@ -178,8 +182,9 @@ Status swizzle(const nvte_ep_tensor_t* scales, const nvte_ep_tensor_t* rows_per_
   NVTE_EP_TRY(check_stream(s.device, stream));
   if (s.size() == 0) return Status();
   const IndexView index{counts.data, counts.dtype == DType::kInt64};
+  const int64_t row_bytes = round_up(s.columns(), kScaleTileColumns);
   return backend->swizzle(s, index, static_cast<int32_t>(counts.rows()), static_cast<uint8_t*>(tiles.data),
-                          inverse, stream);
+                          tiles.size() / row_bytes / kScaleTileRows * kScaleTileRows, inverse, stream);
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ class HostBackend : public Backend {
                         const OperandView& operand, const CodecOptions& options,
                         nvte_ep_stream_t stream) override;
   Status swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts,
-                 uint8_t* swizzled, bool inverse, nvte_ep_stream_t stream) override;
+                 uint8_t* swizzled, int64_t tile_rows, bool inverse, nvte_ep_stream_t stream) override;
   Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) override;
   Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) override;
   Status merge_slots(const MergeSlots& merge, nvte_ep_stream_t stream) override;

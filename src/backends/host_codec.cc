@@ -10,6 +10,14 @@
 namespace nvte_ep {
 namespace {
 
+RowsView flipped(RowsView view) {
+  const int64_t bytes = flip_of(view);
+  view.payload += bytes;
+  if (view.scales != nullptr) view.scales += bytes;
+  if (view.token_scales != nullptr) view.token_scales += bytes;
+  return view;
+}
+
 struct RowBytes {
   uint8_t* payload;
   uint8_t* scales;
@@ -131,6 +139,21 @@ void decode_row(Nvfp4, const RowsView& rows, int64_t i, const TensorScale& tenso
   }
 }
 
+// In the order of RowWeighting.
+double dot(const float* x, const float* y, int64_t n) {
+  constexpr int kGroup = 32;
+  double lanes[kDotLanes] = {};
+  for (int64_t h = 0; h < n; ++h) lanes[h / kDotRun % kDotLanes] += static_cast<double>(x[h]) * y[h];
+  double sum = 0.0;
+  for (double* group = lanes; group < lanes + kDotLanes; group += kGroup) {
+    for (int half = kGroup / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) group[i] += group[i + half];
+    }
+    sum += group[0];
+  }
+  return sum;
+}
+
 void weigh_row(const RowWeighting& w, int64_t slot, int64_t n, float* x) {
   if (w.slot_source != nullptr && w.slot_source[slot] < 0) {
     std::fill(x, x + n, 0.0f);
@@ -140,9 +163,7 @@ void weigh_row(const RowWeighting& w, int64_t slot, int64_t n, float* x) {
   if (w.dots != nullptr) {
     std::vector<float> y(static_cast<size_t>(n));
     load_row(w.expert_out.row(slot), w.expert_out.dtype, n, y.data());
-    double sum = 0.0;
-    for (int64_t h = 0; h < n; ++h) sum += static_cast<double>(x[h]) * y[h];
-    w.dots[slot] = canonical_nan(static_cast<float>(sum));
+    w.dots[slot] = canonical_nan(static_cast<float>(dot(x, y.data(), n)));
   }
   if (w.weights != nullptr) {
     for (int64_t h = 0; h < n; ++h) x[h] = mul_rn(x[h], w.weights[slot]);

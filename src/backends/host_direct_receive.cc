@@ -246,7 +246,7 @@ Status HostBackend::direct_receive(int32_t format, const RowsView& rows, const I
 }
 
 Status HostBackend::swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts,
-                            uint8_t* swizzled, bool inverse, nvte_ep_stream_t) {
+                            uint8_t* swizzled, int64_t tile_rows, bool inverse, nvte_ep_stream_t) {
   Slabs slabs;
   if (rows_per_expert.data != nullptr) {
     slabs = read_slabs(rows_per_expert, num_experts, scales.rows(), 1);
@@ -256,13 +256,15 @@ Status HostBackend::swizzle(const TensorView& scales, const IndexView& rows_per_
   }
   const int64_t columns = scales.columns();
   for (size_t e = 0; e < slabs.rows.size(); ++e) {
+    const int64_t room = tile_rows - slabs.scale_row_offsets[e];
+    if (room <= 0) break;
+    const int64_t rows = std::min(slabs.rows[e], room);
     uint8_t* tiles = swizzled + slabs.scale_row_offsets[e] * round_up(columns, kScaleTileColumns);
     if (!inverse) {
       std::memset(tiles, 0,
-                  static_cast<size_t>(round_up(slabs.rows[e], kScaleTileRows) *
-                                      round_up(columns, kScaleTileColumns)));
+                  static_cast<size_t>(round_up(rows, kScaleTileRows) * round_up(columns, kScaleTileColumns)));
     }
-    parallel_for(slabs.rows[e], grain_of(columns), max_threads_, [&](int64_t begin, int64_t end) {
+    parallel_for(rows, grain_of(columns), max_threads_, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         uint8_t* row = scales.row(slabs.row_offsets[e] + i);
         for (int64_t j = 0; j < columns; ++j) {

@@ -36,7 +36,7 @@ Status HostBackend::write_index(const TensorView& out, const int64_t* counts, nv
     if (out.dtype == DType::kInt64) {
       static_cast<int64_t*>(out.data)[i] = counts[i];
     } else {
-      static_cast<int32_t*>(out.data)[i] = static_cast<int32_t>(counts[i]);
+      static_cast<int32_t*>(out.data)[i] = saturated_int32(counts[i]);
     }
   }
   return Status();

@@ -39,13 +39,9 @@ struct RowsView {
   }
 };
 
-// Where the rows of a view lie; called where *flip can be read.
-NVTE_EP_HD RowsView flipped(RowsView view) {
-  if (view.flip == nullptr || (*view.flip & 1u) == 0) return view;
-  view.payload += view.flip_bytes;
-  if (view.scales != nullptr) view.scales += view.flip_bytes;
-  if (view.token_scales != nullptr) view.token_scales += view.flip_bytes;
-  return view;
+// How much further on the rows of a view lie; called where *flip can be read.
+NVTE_EP_HD int64_t flip_of(const RowsView& view) {
+  return view.flip == nullptr || (*view.flip & 1u) == 0 ? 0 : view.flip_bytes;
 }
 
 inline RowsView packed_rows(int32_t format, void* base, int64_t row_stride_bytes, int64_t rows,
@@ -69,6 +65,11 @@ struct IndexView {
   bool is_int64 = true;
 };
 
+// What an int32 output gets of a number of rows.
+NVTE_EP_HD int32_t saturated_int32(int64_t count) {
+  return static_cast<int32_t>(count < INT32_MAX ? count : INT32_MAX);
+}
+
 struct CodecOptions {
   bool stochastic = false;
   bool saturate = false;
@@ -85,6 +86,12 @@ struct CodecOptions {
 };
 
 // Decoding gradients of weighted slots: row s becomes decoded * weights[s], dots[s] = decoded . expert_out[s].
+//
+// A dot product is summed in FP64 in one order, so that it has the same bits everywhere: lane l of kDotLanes adds the
+// (exact) products of elements 8j to 8j + 7 for j = l, l + kDotLanes, ...; lanes of 32 are folded, upper half onto lower,
+// down to one; the sums of the groups are added first to last.
+constexpr int kDotLanes = 256;
+constexpr int kDotRun = 8;
 struct RowWeighting {
   const float* weights = nullptr;        // [slots]
   const int64_t* slot_source = nullptr;  // [slots], negative: padding, whose results are zero
@@ -251,9 +258,10 @@ class Backend {
   virtual Status direct_receive(int32_t format, const RowsView& rows, const IndexView& rows_per_expert,
                                 const OperandView& operand, const CodecOptions& options,
                                 nvte_ep_stream_t stream) = 0;
-  // scales [R, C] <-> tiles; rows_per_expert.data null: one matrix.
+  // scales [R, C] <-> tiles; rows_per_expert.data null: one matrix. tile_rows: that swizzled has, a multiple of 128; what
+  // slabs would have beyond is left alone on both sides.
   virtual Status swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts,
-                         uint8_t* swizzled, bool inverse, nvte_ep_stream_t stream) = 0;
+                         uint8_t* swizzled, int64_t tile_rows, bool inverse, nvte_ep_stream_t stream) = 0;
 
   virtual Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) = 0;
   virtual Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) = 0;
@@ -278,7 +286,7 @@ class Backend {
   // The first min(items, *count) items of words_per_item 32-bit words each.
   virtual Status copy_words(void* to, const void* from, int64_t words_per_item, int64_t items,
                             const IndexView& count, nvte_ep_stream_t stream) = 0;
-  // counts [n] int64 to a caller's tensor, int32 or int64.
+  // counts [n] int64 to a caller's tensor, int64 or int32 (saturated).
   virtual Status write_index(const TensorView& out, const int64_t* counts, nvte_ep_stream_t stream) = 0;
 
   // Makes all kernels ready, so that none is loaded while another one waits for it.

@@ -24,9 +24,11 @@ namespace nvte_ep::device {
 __device__ __forceinline__ uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
 }
-// (a & mask) | (b & ~mask)
+// (a & mask) | (b & ~mask), one instruction also where the mask is a constant.
 __device__ __forceinline__ uint32_t blend(uint32_t a, uint32_t b, uint32_t mask) {
-  return (a & mask) | (b & ~mask);
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(out) : "r"(a), "r"(b), "r"(mask));
+  return out;
 }
 
 #if defined(NVTE_EP_HARDWARE_E2M1)
@@ -82,24 +84,28 @@ __device__ __forceinline__ uint32_t encode_e2m1x8(const float* x, float multipli
 // significand of the scale: with 1.875 it comes out a last place above at 1.25, 2.5 and 5, and is rounded up.
 // Nudging the multiplier by 0.9 * 2^-11 does the same to those three and, staying below half of FP16's last
 // place at the others, to no other. tests/cuda goes through all cases.
+constexpr float kHalvesScale = 6.103515625e-5f;  // 2^-14
 __device__ __forceinline__ float bf16_multiplier(float multiplier, uint32_t scale_code) {
-  constexpr float kScale = 6.103515625e-5f;  // 2^-14
   const bool nudge = (scale_code & 7u) == 7u && scale_code > 7u;
-  return mul_rn(multiplier, nudge ? kScale * (1.0f + 0.9f / 2048.0f) : kScale);
+  return mul_rn(multiplier, nudge ? kHalvesScale * (1.0f + 0.9f / 2048.0f) : kHalvesScale);
 }
 // Two products, rounded: in each half the sign in bit 15, the code in bits 11 to 9.
+//
+// Rounding to nearest even adds 255 of 512 parts, and one more where the code is odd. The one is added in
+// FP16: the code's last bit, as a number, times 2^-8 is two parts of codes 1 and 3 and one of code 5; nothing
+// but a tie lies as close to the next code.
 __device__ __forceinline__ uint32_t round_products(float lo, float hi, float scaled_multiplier) {
   const uint32_t z = bits_of(__floats2half2_rn(mul_rn(lo, scaled_multiplier), mul_rn(hi, scaled_multiplier)));
-  return z + 0x00FF00FFu + ((z >> 9) & 0x00010001u);
+  const uint32_t odd = z & 0x82008200u;  // with the sign
+  return bits_of(__hfma2(half2_of(odd), half2_of(0x1C001C00u), half2_of(z))) + 0x00FF00FFu;
 }
 // Elements (0, 2), (4, 6) and (1, 3), (5, 7), rounded, to nibbles.
 __device__ __forceinline__ uint32_t nibbles_of_rounded(uint32_t e02, uint32_t e46, uint32_t e13,
                                                        uint32_t e57) {
+  // Bytes (sign, 0, 0, 0, code, any), then (sign, code, any): a product puts the code beside the sign.
   const uint32_t even = pick_bytes(e02, e46, 0x7531);
   const uint32_t odd = pick_bytes(e13, e57, 0x7531);
-  const uint32_t low = blend(even >> 1, even >> 4, 0x07070707u);
-  const uint32_t high = blend(odd << 3, odd, 0x70707070u);
-  return blend(low, high, 0x0F0F0F0Fu);
+  return blend(blend(even, even * 8u, 0x80808080u) >> 4, blend(odd, odd * 8u, 0x80808080u), 0x0F0F0F0Fu);
 }
 __device__ __forceinline__ uint32_t encode_bf16_e2m1x8(const uint32_t* x, float scaled_multiplier) {
   const auto lo = [&](int i) { return bits_float(x[i] << 16); };
@@ -109,14 +115,38 @@ __device__ __forceinline__ uint32_t encode_bf16_e2m1x8(const uint32_t* x, float 
       round_products(hi(0), hi(1), scaled_multiplier), round_products(hi(2), hi(3), scaled_multiplier));
 }
 
-// Stochastic rounding of x[i] * multiplier; the products are below 7.
+// Stochastic rounding; the products are below 7. The definition adds (r / 256) * step to a number and cuts
+// the sum down to a code: a code goes up where the number has at least 256 - r of 256 parts of the step.
 //
-// Scaled by 2^-126, codes 0 and 1 are FP32's subnormal numbers and the bits of a number, cut to one mantissa
-// bit, are its code. kFewBits: x has at most 11 significant bits (BF16, FP16). Then the random byte is added
-// to the bits, below the place of the code, and carries into it exactly as the definition's addition does; a
-// sum that FP32 rounds up to the next code would need a number with more bits. Otherwise the addition is the
-// definition's: a + (r / 512) * p, p the power of two of a, at least 1.
-template <bool kFewBits>
+// BF16 and FP16 numbers, two at a time in FP16, scaled by 2^-14 as above. FP16 has 512 parts of a step there,
+// so cutting a product down to them (the conversion rounds towards zero) changes no decision, and the random
+// byte, twice, is added to the bits below the code. tests/cuda goes through all numbers.
+__device__ __forceinline__ uint32_t round_products_stochastic(float lo, float hi, float scaled_multiplier,
+                                                              uint32_t random_pair) {
+  constexpr uint32_t kSix = 0x0E000E00u;
+  uint32_t z;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;"
+      : "=r"(z)
+      : "f"(mul_rn(hi, scaled_multiplier)), "f"(mul_rn(lo, scaled_multiplier)));
+  asm("min.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(z) : "r"(kSix));
+  return z + random_pair * 2u;
+}
+template <typename Token>
+__device__ __forceinline__ uint32_t encode_halves_stochastic(const uint32_t* x, float scaled_multiplier,
+                                                             const uint32_t* random) {
+  const auto even = [&](int i) {
+    return round_products_stochastic(Token::lo(x[2 * i]), Token::lo(x[2 * i + 1]), scaled_multiplier,
+                                     random[i] & 0x00FF00FFu);
+  };
+  const auto odd = [&](int i) {
+    return round_products_stochastic(Token::hi(x[2 * i]), Token::hi(x[2 * i + 1]), scaled_multiplier,
+                                     pick_bytes(random[i], 0u, 0x4341));
+  };
+  return nibbles_of_rounded(even(0), even(1), odd(0), odd(1));
+}
+
+// FP32 numbers, by the definition: a + (r / 512) * p, p the power of two of a, at least 1. Scaled by 2^-126,
+// codes 0 and 1 are FP32's subnormal numbers, and the bits of a number, cut to one mantissa bit, its code.
 __device__ __forceinline__ uint32_t encode_e2m1x8_stochastic(const float* x, float multiplier,
                                                              const uint32_t* random) {
   constexpr float kToBits = 1.1754943508222875e-38f;  // 2^-126
@@ -126,16 +156,10 @@ __device__ __forceinline__ uint32_t encode_e2m1x8_stochastic(const float* x, flo
   for (int i = 0; i < 8; ++i) {
     const float a = mul_rn(fabsf(x[i]), multiplier);
     const uint32_t byte = static_cast<uint32_t>(i % 4);
-    if constexpr (kFewBits) {
-      const float z = fminf(mul_rn(a, kToBits), kLargest);
-      w[i] = float_bits(z) * 4u + pick_bytes(random[i / 4], 0, 0x4044u | (byte << 8));
-    } else {
-      const float p = fmaxf(bits_float(float_bits(a) & 0x7F800000u), 1.0f);
-      // 2^14 + r / 512, minus 2^14.
-      const float r =
-          __fadd_rn(bits_float(pick_bytes(random[i / 4], 0x46800000u, 0x7650u | byte)), -16384.0f);
-      w[i] = float_bits(fminf(__fmul_rz(__fmaf_rn(r, p, a), kToBits), kLargest)) * 4u;
-    }
+    const float p = fmaxf(bits_float(float_bits(a) & 0x7F800000u), 1.0f);
+    // 2^14 + r / 512, minus 2^14.
+    const float r = __fadd_rn(bits_float(pick_bytes(random[i / 4], 0x46800000u, 0x7650u | byte)), -16384.0f);
+    w[i] = float_bits(fminf(__fmul_rz(__fmaf_rn(r, p, a), kToBits), kLargest)) * 4u;
   }
   const auto top_bytes = [](uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     return pick_bytes(pick_bytes(a, b, 0x0073), pick_bytes(c, d, 0x0073), 0x5410);

@@ -52,17 +52,15 @@ __device__ __forceinline__ Block16<Bf16Token> hadamard16_of_products(const float
 // is cut off, the sum is exact, and so is every sum of the definition's butterflies: the results are the same
 // bits. Callers see to that.
 
-// B of one lane: output 4 * (n / 2) + n % 2 of tile 0 and two more of tile 1, so that a lane gets four
-// outputs in a row.
+// B of one lane: outputs 0 to 7 in tile 0, 8 to 15 in tile 1.
 struct HadamardSigns {
   uint32_t tile[2][2];
 
   __device__ __forceinline__ HadamardSigns() {
-    const int n = lane_id() / 4;
     const int k = lane_id() % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint32_t output = static_cast<uint32_t>(4 * (n / 2) + n % 2 + 2 * i);
+      const uint32_t output = static_cast<uint32_t>(lane_id() / 4 + 8 * i);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const uint32_t token = static_cast<uint32_t>(k + 8 * j);

@@ -32,9 +32,13 @@ struct SecondLevel {
   __device__ __forceinline__ SecondLevel(int k, bool up)
       : sixth(mul_rn(exp2_int(-k), 1.0f / 6.0f)), inverse(exp2_int(-k)), round_up(up) {}
 
-  // amax: NaN if all elements are.
+  // amax: NaN if all elements are; the conversion saturates, but makes a code of NaN that the definition does
+  // not.
   __device__ __forceinline__ uint32_t block_scale(float amax) const {
     return fast_float_to_e4m3(fminf(mul_rn(amax, sixth), kFloatMax), round_up);
+  }
+  __device__ __forceinline__ uint32_t block_scale_of_finite(float amax) const {
+    return fast_float_to_e4m3(mul_rn(amax, sixth), round_up);
   }
   __device__ __forceinline__ float multiplier(uint32_t block_scale) const {
     const float m = mul_rn(reciprocal_of_e4m3(fast_e4m3_to_float(block_scale)), inverse);
@@ -42,8 +46,73 @@ struct SecondLevel {
   }
 };
 
-// amax: the largest magnitude that is not NaN (NaN if all are). finite: there is neither NaN nor infinity
-// among x. random: the 16 bytes of the block's draw, for kStochastic.
+#if defined(NVTE_EP_HARDWARE_E2M1)
+constexpr bool kHardwareE2m1 = true;  // the conversion saturates, and takes NaN for 6
+#else
+constexpr bool kHardwareE2m1 = false;
+#endif
+
+// How encode_fast encodes: two products at a time in FP16, or one by one in FP32 or in hardware.
+template <typename Token, bool kStochastic>
+constexpr bool kInHalves =
+    kStochastic ? Token::kBytes == 2 : !kHardwareE2m1 && std::is_same_v<Token, Bf16Token>;
+
+// A block's multiplier as encode_fast wants it.
+template <typename Token, bool kStochastic>
+__device__ __forceinline__ float prepare_multiplier(float multiplier, uint32_t scale_code) {
+  if constexpr (!kInHalves<Token, kStochastic>) return multiplier;
+  return kStochastic ? mul_rn(multiplier, kHalvesScale) : bf16_multiplier(multiplier, scale_code);
+}
+
+// Under larger exponents a prepared multiplier, down to 2^-(k + 23), might not be a normal number, and lose bits that
+// stochastic rounding needs.
+constexpr int kMaxFastExponent = 103;
+
+// True where encode_fast takes a block without NaN and infinity, under an exponent that is not too large: not where its
+// scale came out 0 or was cut off at 448.
+template <typename Token, bool kStochastic>
+__device__ __forceinline__ bool is_fast(float amax, float prepared) {
+  constexpr float kScale = kInHalves<Token, kStochastic> ? kHalvesScale : 1.0f;
+  return (kHardwareE2m1 && !kStochastic) || mul_rn(amax, prepared) < kFastLimit * kScale;
+}
+
+// Codes of a block. random: the 16 bytes of the block's draw, for kStochastic.
+template <typename Token, bool kStochastic>
+__device__ __forceinline__ uint2 encode_fast(const Block16<Token>& x, float prepared,
+                                             const uint32_t* random) {
+  if constexpr (kInHalves<Token, kStochastic>) {
+    if constexpr (kStochastic) {
+      return make_uint2(encode_halves_stochastic<Token>(x.word, prepared, random),
+                        encode_halves_stochastic<Token>(x.word + 4, prepared, random + 2));
+    } else {
+      return make_uint2(encode_bf16_e2m1x8(x.word, prepared), encode_bf16_e2m1x8(x.word + 4, prepared));
+    }
+  } else {
+    float v[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[i] = x.value(i);
+    if constexpr (kStochastic) {
+      return make_uint2(encode_e2m1x8_stochastic(v, prepared, random),
+                        encode_e2m1x8_stochastic(v + 8, prepared, random + 2));
+    } else {
+      return make_uint2(encode_e2m1x8(v, prepared), encode_e2m1x8(v + 8, prepared));
+    }
+  }
+}
+
+// Codes of any numbers, finite or not, under the multiplier itself.
+template <typename Token, bool kStochastic>
+__device__ __forceinline__ uint2 encode_any(const Block16<Token>& x, float multiplier,
+                                            const uint32_t* random) {
+  float v[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) v[i] = x.value(i);
+  return make_uint2(encode_e2m1_any(v, multiplier, kStochastic ? random : nullptr),
+                    encode_e2m1_any(v + 8, multiplier, kStochastic ? random + 2 : nullptr));
+}
+
+// Any block. amax: the largest magnitude that is not NaN (NaN if all are). finite: there is neither NaN nor
+// infinity among x.
 template <typename Token, bool kStochastic>
 __device__ __forceinline__ uint2 encode_nvfp4_block(const Block16<Token>& x, float amax, bool finite,
                                                     const SecondLevel& second, const uint32_t* random,
@@ -51,39 +120,12 @@ __device__ __forceinline__ uint2 encode_nvfp4_block(const Block16<Token>& x, flo
   const uint32_t b = second.block_scale(amax);
   const float multiplier = second.multiplier(b);
   *scale_code = b;
-  float v[16];
-#if defined(NVTE_EP_HARDWARE_E2M1)
-  constexpr bool kAnyInput = !kStochastic;  // the conversion saturates, and takes NaN for 6
-#else
-  constexpr bool kAnyInput = false;
-#endif
-  if constexpr (kAnyInput) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] = x.value(i);
-    return make_uint2(encode_e2m1x8(v, multiplier), encode_e2m1x8(v + 8, multiplier));
-  } else {
-    // Outside: NaN and infinity; elements whose block scale came out 0 or was cut off at 448.
-    if (finite && mul_rn(amax, multiplier) < kFastLimit) {
-      if constexpr (!kStochastic && std::is_same_v<Token, Bf16Token>) {
-        const float scaled = bf16_multiplier(multiplier, b);
-        return make_uint2(encode_bf16_e2m1x8(x.word, scaled), encode_bf16_e2m1x8(x.word + 4, scaled));
-      } else {
-#pragma unroll
-        for (int i = 0; i < 16; ++i) v[i] = x.value(i);
-        if constexpr (!kStochastic) {
-          return make_uint2(encode_e2m1x8(v, multiplier), encode_e2m1x8(v + 8, multiplier));
-        } else {
-          constexpr bool kFewBits = Token::kBytes == 2;
-          return make_uint2(encode_e2m1x8_stochastic<kFewBits>(v, multiplier, random),
-                            encode_e2m1x8_stochastic<kFewBits>(v + 8, multiplier, random + 2));
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] = x.value(i);
-    return make_uint2(encode_e2m1_any(v, multiplier, kStochastic ? random : nullptr),
-                      encode_e2m1_any(v + 8, multiplier, kStochastic ? random + 2 : nullptr));
+  const float prepared = prepare_multiplier<Token, kStochastic>(multiplier, b);
+  const bool fast = finite && second.inverse >= exp2_int(-kMaxFastExponent);
+  if ((kHardwareE2m1 && !kStochastic) || (fast && is_fast<Token, kStochastic>(amax, prepared))) {
+    return encode_fast<Token, kStochastic>(x, prepared, random);
   }
+  return encode_any<Token, kStochastic>(x, multiplier, random);
 }
 
 }  // namespace nvte_ep::device

@@ -37,12 +37,12 @@ class RowRescale {
   // The row lies above a fixed expert scale.
   __device__ __forceinline__ uint32_t scale_up(uint32_t codes, bool* misfit) const {
     uint32_t out = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint8_t magnitude = (codes >> (8 * i)) & 0x7Fu;
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i, codes >>= 8) {
+      const uint8_t magnitude = codes & 0x7Fu;
       const uint8_t code = e4m3_scale_exponent(magnitude, set_);
       *misfit |= e4m3_scale_exponent(code, -set_) != magnitude;
-      out |= static_cast<uint32_t>(code) << (8 * i);
+      out = (out >> 8) | (static_cast<uint32_t>(code) << 24);
     }
     return out;
   }

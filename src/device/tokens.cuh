@@ -68,21 +68,32 @@ struct Block16 {
     }
   }
 
-  // FP32 bits of the largest magnitude; above infinity's bits if there is a NaN.
-  __device__ __forceinline__ uint32_t largest() const {
+  // The largest magnitude as it can be had at little cost; combine() makes one of two, largest_of() FP32 bits,
+  // above infinity's if there is a NaN.
+  __device__ __forceinline__ uint32_t partial_largest() const {
+    uint32_t m = word[0];
+    if constexpr (Token::kBytes == 4) m &= 0x7FFFFFFFu;
+#pragma unroll
+    for (int i = 1; i < kWords; ++i) {
+      m = combine(m, Token::kBytes == 4 ? word[i] & 0x7FFFFFFFu : word[i]);
+    }
+    return m;
+  }
+  static __device__ __forceinline__ uint32_t combine(uint32_t a, uint32_t b) {
     if constexpr (Token::kBytes == 4) {
-      uint32_t m = 0;
-#pragma unroll
-      for (int i = 0; i < 16; ++i) m = max(m, word[i] & 0x7FFFFFFFu);
-      return m;
+      return max(a, b);
     } else {
-      uint32_t m = word[0];
-#pragma unroll
-      for (int i = 1; i < 8; ++i) m = Token::max_keeping_nan(m, word[i]);
-      m &= 0x7FFF7FFFu;
-      return Token::widen(max(m & 0xFFFFu, m >> 16));
+      return Token::max_keeping_nan(a, b);
     }
   }
+  static __device__ __forceinline__ uint32_t largest_of(uint32_t partial) {
+    if constexpr (Token::kBytes == 4) {
+      return partial;
+    } else {
+      return Token::widen(combine(partial, (partial >> 16) | (partial << 16)) & 0x7FFFu);
+    }
+  }
+  __device__ __forceinline__ uint32_t largest() const { return largest_of(partial_largest()); }
 
   // FP32 bits of the largest magnitude that is not NaN; NaN if all are.
   __device__ __forceinline__ uint32_t largest_number() const {

@@ -202,17 +202,29 @@ struct Philox4 {
   NVTE_EP_HD uint32_t byte(int i) const { return (word[i >> 2] >> (8 * (i & 3))) & 0xFFu; }
 };
 
+// Both halves of a product.
+NVTE_EP_HD void mul_wide(uint32_t a, uint32_t b, uint32_t* low, uint32_t* high) {
+#if defined(__CUDA_ARCH__)  // written out, the compiler adds a zero to every upper half
+  asm("{\n\t.reg .b64 p;\n\tmul.wide.u32 p, %2, %3;\n\tmov.b64 {%0, %1}, p;\n\t}"
+      : "=r"(*low), "=r"(*high)
+      : "r"(a), "r"(b));
+#else
+  const uint64_t p = static_cast<uint64_t>(a) * b;
+  *low = static_cast<uint32_t>(p);
+  *high = static_cast<uint32_t>(p >> 32);
+#endif
+}
+
 NVTE_EP_HD Philox4 philox4x32_10(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
                                  uint32_t k1) {
   for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c0;
-    const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
-    const uint32_t n0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
-    const uint32_t n2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
-    c0 = n0;
-    c1 = static_cast<uint32_t>(p1);
-    c2 = n2;
-    c3 = static_cast<uint32_t>(p0);
+    uint32_t low0, high0, low1, high1;
+    mul_wide(0xD2511F53u, c0, &low0, &high0);
+    mul_wide(0xCD9E8D57u, c2, &low1, &high1);
+    c0 = high1 ^ c1 ^ k0;
+    c1 = low1;
+    c2 = high0 ^ c3 ^ k1;
+    c3 = low0;
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }

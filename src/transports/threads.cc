@@ -134,7 +134,7 @@ void write_index(const TensorView& out, const int64_t* values, int64_t n) {
     if (out.dtype == DType::kInt64) {
       static_cast<int64_t*>(out.data)[i] = values[i];
     } else {
-      static_cast<int32_t*>(out.data)[i] = static_cast<int32_t>(values[i]);
+      static_cast<int32_t*>(out.data)[i] = saturated_int32(values[i]);
     }
   }
 }

@@ -37,8 +37,9 @@ struct Memory {
   void* (*allocate)(size_t bytes);  // aligned to 256
   void (*release)(void* pointer);
   void (*copy)(void* to, const void* from,
-               size_t bytes);  // between it and the host, either way, after all work is done
+               size_t bytes);  // between it and the host, either way, after all work of this thread is done
   int32_t device_id = 0;
+  nvte_ep_stream_t (*stream)() = [] { return nvte_ep_stream_t{}; };  // of this thread's calls
 };
 
 inline const Memory& host_memory() {

@@ -296,7 +296,7 @@ class LayerRank {
     }
     int64_t total_rows_host = -7;
     if (plan_.capacity == 0) args.total_rows_host = &total_rows_host;
-    require(nvte_ep_handle_prepare(handle_.get(), &args, nullptr));
+    require(nvte_ep_handle_prepare(handle_.get(), &args, memory_.stream()));
     idx.set(Bytes(static_cast<size_t>(idx.size() * item_bytes(c_.index_type)),
                   kPoison));  // may be reused from here on
     if (plan_.capacity == 0) {
@@ -438,7 +438,8 @@ class LayerRank {
       Array counts(host_memory(), Type::kInt64, {c_.experts_per_rank}, bytes_of(routed_->rows_per_expert));
       Array rng(host_memory(), Type::kInt64, {2}, bytes_of(rng_state(step_, backward)));
       const nvte_ep_codec_options_t options = codec_options(c_, format, rank_, &rng, nullptr);
-      require(codec_of(format).direct_receive(in.tensor(), counts.tensor(), &operand, &options, nullptr));
+      require(codec_of(format).direct_receive(in.tensor(), counts.tensor(), &operand, &options,
+                                              memory_.stream()));
       expect_bytes("operand", expected.get(), e.operand_bytes.get(), 1, 0);
     }
   }
@@ -454,7 +455,7 @@ class LayerRank {
     }
     e.args.topk_weights = topk_weights.tensor();
     e.args.recv_weights = recv_weights.tensor();
-    require(nvte_ep_handle_dispatch(handle_.get(), &e.args, nullptr));
+    require(nvte_ep_handle_dispatch(handle_.get(), &e.args, memory_.stream()));
     check_received(e, false, expected_rows(false));
     if (!c_.weights) return;
     std::vector<float> weights;
@@ -520,7 +521,7 @@ class LayerRank {
     args.slot_weights = weights.tensor();
     args.result = result.tensor();
     args.accumulate = c_.accumulate;
-    require(nvte_ep_handle_combine(handle_.get(), &args, nullptr));
+    require(nvte_ep_handle_combine(handle_.get(), &args, memory_.stream()));
     expect_sums("result of combine", p_->expert_out, c_.combine, before, result);
     expect_bytes("expert_out is unchanged", with_tail(encode(c_.token_type, mine.x), item * c_.hidden),
                  out.get(), item, c_.hidden);
@@ -551,7 +552,7 @@ class LayerRank {
     args.grad_tokens = grad_tokens.tensor();
     args.grad_topk_weights = grad_topk_weights.tensor();
     args.accumulate = c_.accumulate;
-    require(nvte_ep_handle_dispatch_backward(handle_.get(), &args, nullptr));
+    require(nvte_ep_handle_dispatch_backward(handle_.get(), &args, memory_.stream()));
     expect_sums("grad_tokens", p_->slot_grads, c_.dispatch_backward, before, grad_tokens);
     if (!c_.weights) return;
     std::vector<float> expected;
@@ -571,7 +572,7 @@ class LayerRank {
     args.send = &e.args;
     const Bytes rows = expected_rows(true);
     if (!c_.slot_weights || c_.backward_receive != NVTE_EP_RECEIVE_DECODED) {
-      require(nvte_ep_handle_combine_backward(handle_.get(), &args, nullptr));
+      require(nvte_ep_handle_combine_backward(handle_.get(), &args, memory_.stream()));
       check_received(e, true, rows);
       return;
     }
@@ -585,7 +586,7 @@ class LayerRank {
     args.slot_weights = weights.tensor();
     args.expert_out = expert_out.tensor();
     args.grad_slot_weights = grad_weights.tensor();
-    require(nvte_ep_handle_combine_backward(handle_.get(), &args, nullptr));
+    require(nvte_ep_handle_combine_backward(handle_.get(), &args, memory_.stream()));
 
     std::vector<float> grads =
         decode(Type::kFloat32, unpack(c_.combine_backward, rows, c_.hidden, Type::kFloat32));

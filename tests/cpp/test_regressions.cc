@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/backend.h"
 #include "nvte_ep/nvte_ep.h"
 #include "ranks.h"
 
@@ -67,6 +68,21 @@ TEST(Regressions, NoExpertIsNotOneMatrix) {
   nvte_ep_tensor_t flat = bytes_2d(scales, INT64_MAX, 0);
   expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_scales_swizzle(&flat, nullptr, &t, nullptr),
                 {"scales"});
+}
+
+TEST(Regressions, CountsThatInt32CannotHoldSaturate) {
+  nvte_ep::Backend* backend = nullptr;
+  ASSERT_TRUE(nvte_ep::find_backend(nvte_ep::Device(), 1, &backend).ok());
+  const int64_t counts[] = {0, INT32_MAX, int64_t{INT32_MAX} + 1, int64_t{3} << 32};
+  int32_t narrow[4] = {};
+  nvte_ep::TensorView out;
+  out.data = narrow;
+  out.dtype = nvte_ep::DType::kInt32;
+  out.ndim = 1;
+  out.shape[0] = 4;
+  ASSERT_TRUE(backend->write_index(out, counts, nullptr).ok());
+  EXPECT_EQ(std::vector<int32_t>(narrow, narrow + 4),
+            (std::vector<int32_t>{0, INT32_MAX, INT32_MAX, INT32_MAX}));
 }
 
 TEST(Regressions, ADestroyedHandleNeverMeansALaterOne) {

@@ -4,6 +4,7 @@
 
 #include <map>
 
+#include "cuda_memory.h"
 #include "layer.h"
 
 namespace ep_test {
@@ -36,8 +37,17 @@ inline bool takes_memory(int32_t transport, const Memory& memory) {
 }
 
 inline const std::vector<const Memory*>& memories() {
-  static const std::vector<const Memory*> all = {&host_memory()};
+  static const std::vector<const Memory*> all = [] {
+    std::vector<const Memory*> found = {&host_memory()};
+    if (cuda_memory() != nullptr) found.push_back(cuda_memory());
+    return found;
+  }();
   return all;
+}
+
+// Transports whose ranks are threads here. Those of processes are tested by tests/distributed.
+inline bool has_threads(const std::string& transport) {
+  return transport != "nccl" && transport != "nccl_ep";
 }
 
 inline const std::vector<Venue>& venues() {
@@ -48,9 +58,12 @@ inline const std::vector<Venue>& venues() {
                                                 {"nccl", NVTE_EP_TRANSPORT_NCCL}};
     std::vector<Venue> found;
     for (const std::string& name : available_transports()) {
+      if (!has_threads(name)) continue;
       for (const Memory* memory : memories()) {
-        if (takes_memory(ids.at(name), *memory))
-          found.push_back({name + "_" + memory->name, ids.at(name), memory});
+        if (!takes_memory(ids.at(name), *memory)) continue;
+        Venue venue{name + "_" + memory->name, ids.at(name), memory};
+        venue.exact_sums = venue.mxfp8_sums = name == "threads";
+        found.push_back(venue);
       }
     }
     return found;

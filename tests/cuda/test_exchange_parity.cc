@@ -174,6 +174,26 @@ TEST_F(ExchangeParity, ReduceRows) {
   }
 }
 
+TEST_F(ExchangeParity, IndexOutputsSaturate) {
+  const std::vector<int64_t> counts = {0, 7, INT32_MAX, int64_t{INT32_MAX} + 1, int64_t{5} << 33};
+  const auto given = Mirror::of(counts);
+  for (const DType dtype : {DType::kInt32, DType::kInt64}) {
+    Mirror out(counts.size() * 8);
+    for (const bool cuda : {false, true}) {
+      TensorView view;
+      view.data = out.on(cuda);
+      view.dtype = dtype;
+      view.ndim = 1;
+      view.shape[0] = static_cast<int64_t>(counts.size());
+      ASSERT_TRUE((cuda ? cuda_ : host_)
+                      ->write_index(view, reinterpret_cast<const int64_t*>(given->on(cuda)), nullptr)
+                      .ok());
+    }
+    ASSERT_CUDA(cudaDeviceSynchronize());
+    EXPECT_TRUE(out.equal("counts"));
+  }
+}
+
 TEST_F(ExchangeParity, GatherScalars) {
   Rng rng(23);
   const int64_t slots = 500, tokens = 300;

@@ -479,6 +479,21 @@ def test_swizzle_by_expert(counts: list[int], columns: int) -> None:
     assert (back.numpy() == scales).all()
 
 
+@pytest.mark.parametrize("alignment", [16, 32, 128])
+def test_unswizzle_an_operand(alignment: int) -> None:
+    """The scales of an operand, which has no room for slabs of any size, give the linear ones back."""
+    counts = np.array([3, 0, 9, 1], np.int64) * alignment
+    rows, hidden = int(counts.sum()), 96
+    tokens = np.random.default_rng(7).standard_normal((rows, hidden)).astype(np.float32)
+    packed = nvte_ep.nvfp4_pack(tokens)
+    operands = {
+        layout: nvte_ep.nvfp4_direct_receive(packed, hidden, counts, scale_layout=layout, alignment=alignment)
+        for layout in ("swizzled", "linear")
+    }
+    back = nvte_ep.scales_unswizzle(operands["swizzled"].scales, rows, hidden // 16, counts)
+    assert (back.numpy() == np.asarray(operands["linear"].scales).reshape(rows, -1)).all()
+
+
 def test_operand_layout() -> None:
     layout = nvte_ep.operand_layout("nvfp4", 256, 512, 4, columnwise=True)
     assert list(layout.parts) == list(nvte_ep.operand.PARTS)

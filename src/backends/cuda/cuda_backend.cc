@@ -109,9 +109,9 @@ Status CudaBackend::direct_receive(int32_t format, const RowsView& rows, const I
 }
 
 Status CudaBackend::swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts,
-                            uint8_t* swizzled, bool inverse, nvte_ep_stream_t stream) {
+                            uint8_t* swizzled, int64_t tile_rows, bool inverse, nvte_ep_stream_t stream) {
   return on_device(stream, [&](const LaunchContext& c) {
-    return launch_swizzle(scales, rows_per_expert, num_experts, swizzled, inverse, c);
+    return launch_swizzle(scales, rows_per_expert, num_experts, swizzled, tile_rows, inverse, c);
   });
 }
 

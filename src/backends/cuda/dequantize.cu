@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kRowThreads, 4)
   const int token_alignment = kAligned ? 16 : a.token_alignment;
   const int64_t count = rows_in_use(a.rows.rows, a.options);
   const TensorScale tensor_scale = read_tensor_scale(a.options);
-  const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
-  const int first_chunk = static_cast<int>(threadIdx.x) % threads.threads_per_row;
+  const int row_in_block = threads.row_of(threadIdx.x);
+  const int first_chunk = static_cast<int>(threadIdx.x) - row_in_block * threads.threads_per_row;
   if (row_in_block >= threads.rows_per_block) return;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * threads.rows_per_block + row_in_block; row < count;
        row += static_cast<int64_t>(gridDim.x) * threads.rows_per_block) {
@@ -74,15 +74,27 @@ __global__ void __launch_bounds__(kRowThreads, 4)
   }
 }
 
-// The gradient of a weighted slot: a thread block a row. The dot product is summed in FP64, in the same order
-// every time.
+__device__ __forceinline__ float element_of(const TensorView& view, int64_t at) {
+  switch (view.dtype) {
+    case DType::kBFloat16:
+      return bf16_to_float(static_cast<const uint16_t*>(view.data)[at]);
+    case DType::kFloat16:
+      return Fp16Token::lo(static_cast<const uint16_t*>(view.data)[at]);
+    default:
+      return static_cast<const float*>(view.data)[at];
+  }
+}
+
+// The gradient of a weighted slot: a thread block a row, a thread a lane of the dot product.
 template <typename Format, typename Token>
-__global__ void __launch_bounds__(kRowThreads, 4) dequantize_weighted_rows(const DequantizeArguments a) {
-  __shared__ double partial[kRowThreads / kWarp];
+__global__ void __launch_bounds__(kDotLanes, 4) dequantize_weighted_rows(const DequantizeArguments a) {
+  constexpr int kCount = kElements<Token>;
+  constexpr int kChunks = kDotRun / kCount;
+  __shared__ double partial[kDotLanes / kWarp];
   const int64_t count = rows_in_use(a.rows.rows, a.options);
   const TensorScale tensor_scale = read_tensor_scale(a.options);
   const RowWeighting& w = a.weighting;
-  const int64_t chunks = a.rows.hidden / kElements<Token>;
+  const int64_t runs = a.rows.hidden / kDotRun;
   for (int64_t row = blockIdx.x; row < count; row += gridDim.x) {
     const bool padding = w.slot_source != nullptr && w.slot_source[row] < 0;
     const float weight = w.weights != nullptr && !padding ? w.weights[row] : 1.0f;
@@ -90,40 +102,31 @@ __global__ void __launch_bounds__(kRowThreads, 4) dequantize_weighted_rows(const
     const uint8_t* payload = a.rows.part(a.rows.payload, a.rows.payload_stride, row);
     const uint8_t* scales = a.rows.part(a.rows.scales, a.rows.scales_stride, row);
     double sum = 0.0;
-    for (int64_t chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
-      float x[kElements<Token>];
-      if (padding) {
+    for (int64_t run = threadIdx.x; run < runs; run += kDotLanes) {
 #pragma unroll
-        for (int i = 0; i < kElements<Token>; ++i) x[i] = 0.0f;
-      } else {
-        Chunk<Format, Token> c;
-        c.load(payload, scales, static_cast<int>(chunk), a.payload_alignment);
-        c.values(token_scale, x);
-        if (w.dots != nullptr) {
-          const uint8_t* y = static_cast<const uint8_t*>(w.expert_out.data);
-          const int64_t first = row * w.expert_out.stride + chunk * kElements<Token>;
+      for (int j = 0; j < kChunks; ++j) {
+        const int64_t chunk = run * kChunks + j;
+        float x[kCount];
 #pragma unroll
-          for (int i = 0; i < kElements<Token>; ++i) {
-            float v;
-            switch (w.expert_out.dtype) {
-              case DType::kBFloat16:
-                v = bf16_to_float(reinterpret_cast<const uint16_t*>(y)[first + i]);
-                break;
-              case DType::kFloat16:
-                v = Fp16Token::lo(reinterpret_cast<const uint16_t*>(y)[first + i]);
-                break;
-              default:
-                v = reinterpret_cast<const float*>(y)[first + i];
+        for (int i = 0; i < kCount; ++i) x[i] = 0.0f;
+        if (!padding) {
+          Chunk<Format, Token> c;
+          c.load(payload, scales, static_cast<int>(chunk), a.payload_alignment);
+          c.values(token_scale, x);
+          if (w.dots != nullptr) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+              const float y = element_of(w.expert_out, row * w.expert_out.stride + chunk * kCount + i);
+              sum = __dadd_rn(sum, __dmul_rn(static_cast<double>(x[i]), static_cast<double>(y)));
             }
-            sum = __dadd_rn(sum, __dmul_rn(static_cast<double>(x[i]), static_cast<double>(v)));
+          }
+          if (w.weights != nullptr) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) x[i] = mul_rn(x[i], weight);
           }
         }
-        if (w.weights != nullptr) {
-#pragma unroll
-          for (int i = 0; i < kElements<Token>; ++i) x[i] = mul_rn(x[i], weight);
-        }
+        store16(a.tokens + row * a.token_stride + chunk * 16, pack_tokens<Token>(x), a.token_alignment);
       }
-      store16(a.tokens + row * a.token_stride + chunk * 16, pack_tokens<Token>(x), a.token_alignment);
     }
     if (w.dots == nullptr) continue;
 #pragma unroll
@@ -132,7 +135,7 @@ __global__ void __launch_bounds__(kRowThreads, 4) dequantize_weighted_rows(const
     __syncthreads();
     if (threadIdx.x == 0) {
       double total = 0.0;
-      for (int i = 0; i < kRowThreads / kWarp; ++i) total = __dadd_rn(total, partial[i]);
+      for (int i = 0; i < kDotLanes / kWarp; ++i) total = __dadd_rn(total, partial[i]);
       w.dots[row] = padding ? 0.0f : canonical_nan(static_cast<float>(total));
     }
     __syncthreads();
@@ -145,7 +148,7 @@ Status launch_format(const DequantizeArguments& a, bool weighted, const LaunchCo
     LaunchShape shape;
     shape.bounded = true;
     shape.blocks = a.rows.rows;
-    shape.threads = kRowThreads;
+    shape.threads = kDotLanes;
     return launch_kernel<dequantize_weighted_rows<Format, Token>>("dequantize_weighted_rows", context, shape,
                                                                   a);
   }

@@ -8,6 +8,7 @@
 #include "backends/cuda/receive_arguments.cuh"
 #include "backends/cuda/receive_columns.h"
 #include "device/e4m3.cuh"
+#include "device/kernel_order.cuh"
 #include "device/memory.cuh"
 #include "formats/mxfp8.h"
 
@@ -41,6 +42,7 @@ __device__ __forceinline__ uint32_t cluster_max(uint32_t value, uint32_t* exchan
 __global__ void __launch_bounds__(kThreads, 3) find_exponents(const ReceiveArguments a) {
   __shared__ uint32_t exchange[2][kMaxWarps];
   __shared__ uint32_t result[2];
+  let_next_kernel_start();  // which moves rows meanwhile
   cg::cluster_group cluster = cg::this_cluster();
   const int blocks = static_cast<int>(cluster.num_blocks());
   const int rank = static_cast<int>(cluster.block_rank());
@@ -212,11 +214,12 @@ __device__ __forceinline__ void make_scales(const ReceiveArguments& a, int64_t t
 }
 
 template <typename Format>
-__global__ void __launch_bounds__(kThreads, 4) receive_rows(const ReceiveArguments a) {
+__global__ void __launch_bounds__(kThreads, 3) receive_rows(const ReceiveArguments a) {
   for (int64_t work = blockIdx.x; work < a.blocks; work += gridDim.x) {
     const int64_t band = work / (kCopyBlocks + 1);
     const int member = static_cast<int>(work % (kCopyBlocks + 1));
     if (member == kCopyBlocks) {
+      wait_for_kernel_before();  // the exponents are there
       make_scales<Format>(a, band);
     } else if (a.payload != nullptr) {
       copy_payload(a, band * kScaleTileRows + member * kCopyRows);
@@ -255,10 +258,11 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
   a.options = options;
   const int64_t tiles = std::max<int64_t>(1, max_tiles(available, shape.alignment, shape.num_experts));
   // Enough column groups that thread blocks come in many rounds, no more: each has to find its slab.
+  constexpr int64_t kRounds = 32;  // times the multiprocessors
   const int64_t groups =
       !a.tiles ? 1
                : std::max<int64_t>(1, std::min<int64_t>((shape.hidden + kTileColumns - 1) / kTileColumns,
-                                                        16 * context.sms / tiles));
+                                                        kRounds * context.sms / tiles));
   a.group_columns = round_up((shape.hidden + groups - 1) / groups, kTileColumns);
   a.column_groups = static_cast<int>((shape.hidden + a.group_columns - 1) / a.group_columns);
 
@@ -269,11 +273,18 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
     first.threads = kThreads;
     NVTE_EP_TRY(launch_kernel<find_exponents>("find_exponents", context, first, a));
   }
-  if (a.tiles) return launch_receive_tiles(format, a, tiles, context);
+  if (a.tiles) {
+    a.blocks = tiles * a.column_groups;
+    if (a.blocks > INT32_MAX)
+      return unsupported("operand: expected less than 2^38 rows for a columnwise part");
+    return format == NVTE_EP_FORMAT_NVFP4 ? launch_receive_columns_nvfp4(a, context)
+                                          : launch_receive_columns_mxfp8(a, context);
+  }
   LaunchShape second;
   second.threads = kThreads;
   a.blocks = second.blocks = tiles * (kCopyBlocks + 1);
   second.bounded = true;
+  second.overlaps = format == NVTE_EP_FORMAT_NVFP4;
   return format == NVTE_EP_FORMAT_NVFP4
              ? launch_kernel<receive_rows<Nvfp4>>("receive_rows", context, second, a)
              : launch_kernel<receive_rows<Mxfp8>>("receive_rows", context, second, a);

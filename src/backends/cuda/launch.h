@@ -19,7 +19,7 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
                              const OperandView& operand, const CodecOptions& options,
                              const LaunchContext& context);
 Status launch_swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts,
-                      uint8_t* swizzled, bool inverse, const LaunchContext& context);
+                      uint8_t* swizzled, int64_t tile_rows, bool inverse, const LaunchContext& context);
 // The arrays of one entry per rank lie on the device, as all pointers do.
 Status launch_gather_rows(const GatherRows& gather, const LaunchContext& context);
 Status launch_reduce_rows(const ReduceRows& reduce, const LaunchContext& context);

@@ -29,10 +29,15 @@ struct QuantizeArguments {
   RowLayout layout;
   CodecOptions options;
 
-  __device__ __forceinline__ QuantizeArguments with_rows_flipped() const {
-    QuantizeArguments a = *this;
-    a.rows = flipped(rows);
-    return a;
+  // flip: flip_of(rows), read once
+  __device__ __forceinline__ uint8_t* payload(int64_t row, int64_t flip) const {
+    return rows.payload + (row * rows.payload_stride + flip);
+  }
+  __device__ __forceinline__ uint8_t* scales(int64_t row, int64_t flip) const {
+    return rows.scales + (row * rows.scales_stride + flip);
+  }
+  __device__ __forceinline__ uint8_t* token_scale(int64_t row, int64_t flip) const {
+    return rows.token_scales + (row * rows.token_scale_stride + flip);
   }
 };
 
@@ -46,19 +51,19 @@ __device__ __forceinline__ void store_row_tail(const RowLayout& layout, uint8_t*
   const bool in_scale = layout.token_scale_bytes != 0 && byte >= 0 && byte < 4;
   row[at] = in_scale ? static_cast<uint8_t>(token_scale >> (8 * byte)) : uint8_t{0};
 }
-__device__ __forceinline__ void store_token_scale(const QuantizeArguments& a, int64_t row, uint32_t bits) {
+__device__ __forceinline__ void store_token_scale(const QuantizeArguments& a, int64_t row, int64_t flip,
+                                                  uint32_t bits) {
   if (a.rows.packed) {
-    store_row_tail(a.layout, a.rows.payload + row * a.rows.payload_stride, bits);
+    store_row_tail(a.layout, a.payload(row, flip), bits);
   } else if (a.rows.token_scales != nullptr && lane_id() == 0) {
-    *reinterpret_cast<uint32_t*>(a.rows.token_scales + row * a.rows.token_scale_stride) = bits;
+    *reinterpret_cast<uint32_t*>(a.token_scale(row, flip)) = bits;
   }
 }
 
 // ---- NVFP4 ------------------------------------------------------------------------------------------------
 
-constexpr int kUnits = 2;  // blocks of 16 that a lane holds of a row
 constexpr int kMaxThreads = 512;
-constexpr int kLoneWarps = 8;  // rows of one warp each that share a thread block
+constexpr int kLoneWarps = 2;  // rows of one warp each that share a thread block
 
 // Codes of a row whose largest magnitude is known. largest: FP32 bits, above infinity's if there is a NaN.
 struct RowScale {
@@ -92,8 +97,8 @@ __device__ __forceinline__ Philox4 row_random(const QuantizeArguments& a, int64_
 // One block of any row, at any alignment.
 template <typename Token, bool kStochastic>
 __device__ __forceinline__ void store_nvfp4_block(const QuantizeArguments& a, const Block16<Token>& x,
-                                                  int64_t row, int64_t block, const RowScale& scale,
-                                                  uint64_t seed, uint64_t offset) {
+                                                  int64_t row, int64_t flip, int64_t block,
+                                                  const RowScale& scale, uint64_t seed, uint64_t offset) {
   uint2 codes = make_uint2(0, 0);
   uint32_t b = scale.illegal ? 0x7Fu : 0u;
   if (!scale.illegal && !scale.zero) {
@@ -103,8 +108,8 @@ __device__ __forceinline__ void store_nvfp4_block(const QuantizeArguments& a, co
                                                    SecondLevel(scale.k, a.options.scale_up), random.word, &b);
     if (!scale.finite && !a.options.saturate && a.rows.token_scales == nullptr) b = 0x7Fu;
   }
-  store8(a.rows.payload + row * a.rows.payload_stride + block * 8, codes, a.payload_alignment);
-  a.rows.scales[row * a.rows.scales_stride + block] = static_cast<uint8_t>(b);
+  store8(a.payload(row, flip) + block * 8, codes, a.payload_alignment);
+  a.scales(row, flip)[block] = static_cast<uint8_t>(b);
 }
 
 template <typename Token>
@@ -122,49 +127,50 @@ __device__ __forceinline__ Block16<Token> load_block(const uint8_t* from, int al
 }
 
 // Registers decide how many rows a multiprocessor works on.
-template <typename Token, bool kStochastic>
+template <typename Token, int kUnits>
 constexpr int kRowRegisters =
-    kStochastic || Token::kBytes == 4 ? 72 : (std::is_same_v<Token, Bf16Token> ? 56 : 64);
+    Token::kBytes == 4 ? 72 : (kUnits <= 2 ? 80 : kUnits * Block16<Token>::kWords + 56);
 
-// Tokens at multiples of 16 bytes, payload at multiples of 8.
-template <typename Token, bool kStochastic>
-__global__ void __maxnreg__((kRowRegisters<Token, kStochastic>))
-    quantize_nvfp4_rows(const QuantizeArguments arguments, int warps_per_row) {
-  const QuantizeArguments a = arguments.with_rows_flipped();
-  __shared__ uint32_t exchange[2][kMaxWarps];
-  const int rows_per_block = static_cast<int>(blockDim.x) / kWarp / warps_per_row;
-  const int warp_in_row = warp_id() % warps_per_row;
+// A row a thread block, or (kLoneWarp) a row a warp; a lane holds kUnits blocks of 16. Tokens at multiples of
+// 16 bytes, payload at multiples of 8.
+template <typename Token, bool kStochastic, int kUnits, bool kLoneWarp>
+__global__ void __maxnreg__((kRowRegisters<Token, kUnits>)) quantize_nvfp4_rows(const QuantizeArguments a) {
+  __shared__ uint32_t exchange[kLoneWarp ? 1 : 2][kLoneWarp ? 1 : kMaxWarps];
+  using Block = Block16<Token>;
+  constexpr int kBlockBytes = 16 * Token::kBytes;
+  const int64_t flip = flip_of(a.rows);
+  const int warps_per_row = kLoneWarp ? 1 : static_cast<int>(blockDim.x) / kWarp;
+  const int rows_per_block = kLoneWarp ? static_cast<int>(blockDim.x) / kWarp : 1;
   const int64_t count = rows_in_use(a.rows.rows, a.options);
   const TensorScale tensor_scale = read_tensor_scale(a.options);
   uint64_t seed = 0, offset = 0;
   if constexpr (kStochastic) {
-    seed = static_cast<uint64_t>(a.options.rng_state[0]);
-    offset = static_cast<uint64_t>(a.options.rng_state[1]);
+    seed = uniform(static_cast<uint64_t>(a.options.rng_state[0]));
+    offset = uniform(static_cast<uint64_t>(a.options.rng_state[1]));
   }
   const int blocks = static_cast<int>(a.rows.hidden / Nvfp4::kBlock);
-  const int first_block = warp_in_row * kWarp + lane_id();  // and block_step further on
+  const int first_block = kLoneWarp ? lane_id() : static_cast<int>(threadIdx.x);  // and block_step further on
   const int block_step = warps_per_row * kWarp;
 
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + warp_id() / warps_per_row;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + (kLoneWarp ? warp_id() : 0);
        row < count; row += static_cast<int64_t>(gridDim.x) * rows_per_block) {
-    const uint8_t* tokens = a.tokens + row * a.token_stride + first_block * (16 * Token::kBytes);
-    Block16<Token> x[kUnits];
-    uint32_t block_largest[kUnits];
+    const uint8_t* tokens = a.tokens + row * a.token_stride + first_block * kBlockBytes;
+    Block x[kUnits];
+    uint32_t partial[kUnits];
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       if (first_block + u * block_step < blocks) {
-        x[u] = load_block<Token>(tokens + u * block_step * (16 * Token::kBytes), 16);
+        x[u] = load_block<Token>(tokens + u * block_step * kBlockBytes, 16);
       } else {
-        x[u] = Block16<Token>{};
+        x[u] = Block{};
       }
     }
-    uint32_t largest = 0;
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      block_largest[u] = x[u].largest();
-      largest = max(largest, block_largest[u]);
-    }
-    largest = block_max(largest, warps_per_row, exchange[0]);
+    for (int u = 0; u < kUnits; ++u) partial[u] = x[u].partial_largest();
+    uint32_t largest = partial[0];
+#pragma unroll
+    for (int u = 1; u < kUnits; ++u) largest = Block::combine(largest, partial[u]);
+    largest = block_max(Block::largest_of(largest), warps_per_row, exchange[0]);
     uint32_t number = largest;
     if (largest > 0x7F800000u) {  // NaNs: the row's scale comes from the others
       number = 0;
@@ -173,40 +179,52 @@ __global__ void __maxnreg__((kRowRegisters<Token, kStochastic>))
         const uint32_t m = x[u].largest_number();
         number = max(number, m > 0x7F800000u ? 0u : m);
       }
-      number = block_max(number, warps_per_row, exchange[1]);
+      number = block_max(number, warps_per_row, exchange[kLoneWarp ? 0 : 1]);
     }
     const RowScale scale(tensor_scale, largest, number);
-    if (scale.finite && !scale.zero && !scale.illegal) {
+    uint32_t left = ~0u;  // units that the fast functions do not take
+    if (scale.finite && !scale.zero && !scale.illegal && scale.k <= kMaxFastExponent) {
+      left = 0;
       const SecondLevel second(scale.k, a.options.scale_up);
-      uint8_t* payload = a.rows.payload + row * a.rows.payload_stride + first_block * 8;
-      uint8_t* scales = a.rows.scales + row * a.rows.scales_stride + first_block;
+      uint8_t* payload = a.payload(row, flip) + first_block * 8;
+      uint8_t* scales = a.scales(row, flip) + first_block;
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         if (first_block + u * block_step >= blocks) break;
-        Philox4 random;
-        if constexpr (kStochastic) random = row_random(a, row, first_block + u * block_step, seed, offset);
-        uint32_t b;
-        const uint2 codes = encode_nvfp4_block<Token, kStochastic>(x[u], bits_float(block_largest[u]), true,
-                                                                   second, random.word, &b);
-        *reinterpret_cast<uint2*>(payload + u * block_step * 8) = codes;
-        scales[u * block_step] = static_cast<uint8_t>(b);
-      }
-    } else {
-#pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-        const int block = first_block + u * block_step;
-        if (block < blocks) store_nvfp4_block<Token, kStochastic>(a, x[u], row, block, scale, seed, offset);
+        const float amax = bits_float(Block::largest_of(partial[u]));
+        const uint32_t b = second.block_scale_of_finite(amax);
+        const float prepared = prepare_multiplier<Token, kStochastic>(second.multiplier(b), b);
+        if (is_fast<Token, kStochastic>(amax, prepared)) {
+          Philox4 random;
+          if constexpr (kStochastic) random = row_random(a, row, first_block + u * block_step, seed, offset);
+          *reinterpret_cast<uint2*>(payload + u * block_step * 8) =
+              encode_fast<Token, kStochastic>(x[u], prepared, random.word);
+          scales[u * block_step] = static_cast<uint8_t>(b);
+        } else {
+          left |= 1u << u;
+        }
       }
     }
-    if (warp_in_row == 0) store_token_scale(a, row, scale.token_scale(tensor_scale, a.options.saturate));
+    if (left != 0) {  // rare, and out of the way: once for all units, from memory
+#pragma unroll 1
+      for (int u = 0; u < kUnits; ++u) {
+        const int block = first_block + u * block_step;
+        if ((left >> u & 1u) == 0 || block >= blocks) continue;
+        store_nvfp4_block<Token, kStochastic>(a, load_block<Token>(tokens + u * block_step * kBlockBytes, 16),
+                                              row, flip, block, scale, seed, offset);
+      }
+    }
+    if (kLoneWarp || warp_id() == 0) {
+      store_token_scale(a, row, flip, scale.token_scale(tensor_scale, a.options.saturate));
+    }
     if (warps_per_row > 1) __syncthreads();  // before the next row's exchange
   }
 }
 
 // A thread block a row, read twice, at any alignment.
 template <typename Token, bool kStochastic>
-__global__ void __launch_bounds__(kMaxThreads) quantize_nvfp4_wide_rows(const QuantizeArguments arguments) {
-  const QuantizeArguments a = arguments.with_rows_flipped();
+__global__ void __launch_bounds__(kMaxThreads) quantize_nvfp4_wide_rows(const QuantizeArguments a) {
+  const int64_t flip = flip_of(a.rows);
   __shared__ uint32_t exchange[2][kMaxWarps];
   const int64_t blocks = a.rows.hidden / Nvfp4::kBlock;
   const int64_t count = rows_in_use(a.rows.rows, a.options);
@@ -231,24 +249,33 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_nvfp4_wide_rows(const Qu
     const RowScale scale(tensor_scale, largest, number);
     for (int64_t block = threadIdx.x; block < blocks; block += blockDim.x) {
       const Block16<Token> x = load_block<Token>(tokens + block * 16 * Token::kBytes, a.token_alignment);
-      store_nvfp4_block<Token, kStochastic>(a, x, row, block, scale, seed, offset);
+      store_nvfp4_block<Token, kStochastic>(a, x, row, flip, block, scale, seed, offset);
     }
-    if (warp_id() == 0) store_token_scale(a, row, scale.token_scale(tensor_scale, a.options.saturate));
+    if (warp_id() == 0) store_token_scale(a, row, flip, scale.token_scale(tensor_scale, a.options.saturate));
     __syncthreads();
   }
 }
 
 // ---- MXFP8 ------------------------------------------------------------------------------------------------
 
-// Two lanes share a block of 32 elements.
+// Mxfp8::scale of a magnitude (NaN: of all 32), and what elements are multiplied by under it: any finite number
+// where there is nothing but NaN, whose code does not depend on it.
+__device__ __forceinline__ uint32_t fast_mxfp8_scale(float amax) {
+  const uint32_t s = float_bits(mul_rn(fabsf(amax), 1.0f / 448.0f));
+  const uint32_t up = min((s + 0x7FFFFFu) >> 23, 0xFEu);
+  return s > 0x7F800000u ? 0xFFu : (s <= 0x400000u ? 0u : up);
+}
+__device__ __forceinline__ float fast_e8m0_inverse(uint32_t code) {
+  return bits_float(static_cast<uint32_t>(max(0x7F000000 - static_cast<int>(code << 23), 0x00400000)));
+}
+
+// Two lanes share a block of 32 elements; all lanes of a warp call it.
 template <typename Token>
-__device__ __forceinline__ uint4 encode_mxfp8_half(const Block16<Token>& x, uint8_t* scale) {
+__device__ __forceinline__ uint4 encode_mxfp8_half(const Block16<Token>& x, uint32_t* scale) {
   // NaNs are dropped, unless all 32 elements are.
-  const uint32_t mine = x.largest_number();
-  const uint32_t other = __shfl_xor_sync(3u << (lane_id() & ~1), mine, 1);
-  const uint32_t low = min(mine, other), high = max(mine, other);
-  *scale = Mxfp8::scale(bits_float(high > 0x7F800000u ? low : high));
-  const float multiplier = e8m0_inverse(*scale);
+  const float mine = bits_float(x.largest_number());
+  *scale = fast_mxfp8_scale(fmaxf(mine, __shfl_xor_sync(kAllLanes, mine, 1)));
+  const float multiplier = fast_e8m0_inverse(*scale);
   uint32_t codes[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -260,44 +287,52 @@ __device__ __forceinline__ uint4 encode_mxfp8_half(const Block16<Token>& x, uint
   return make_uint4(codes[0], codes[1], codes[2], codes[3]);
 }
 
+// Threads of a row, and chunks of a row, are even in number, so that the halves of a block meet in one warp.
 template <typename Token, bool kAligned>
 __global__ void __launch_bounds__(256, Token::kBytes == 4 && !kAligned ? 3 : 4)
-    quantize_mxfp8_rows(const QuantizeArguments arguments, const RowThreads threads) {
-  const QuantizeArguments a = arguments.with_rows_flipped();
+    quantize_mxfp8_rows(const QuantizeArguments a, const RowThreads threads) {
   constexpr int kInFlight = 2;
+  constexpr int kChunkBytes = 16 * Token::kBytes;
+  const int64_t flip = flip_of(a.rows);
   const int token_alignment = kAligned ? 16 : a.token_alignment;
   const int payload_alignment = kAligned ? 16 : a.payload_alignment;
   const int64_t count = rows_in_use(a.rows.rows, a.options);
-  const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
-  const int first_chunk = static_cast<int>(threadIdx.x) % threads.threads_per_row;
-  if (row_in_block >= threads.rows_per_block) return;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * threads.rows_per_block + row_in_block; row < count;
-       row += static_cast<int64_t>(gridDim.x) * threads.rows_per_block) {
-    const uint8_t* tokens = a.tokens + row * a.token_stride;
-    uint8_t* payload = a.rows.payload + row * a.rows.payload_stride;
-    uint8_t* scales = a.rows.scales + row * a.rows.scales_stride;
-    for (int chunk = first_chunk; chunk < threads.chunks; chunk += kInFlight * threads.threads_per_row) {
+  const int row_in_block = threads.row_of(threadIdx.x);
+  const int first_chunk = static_cast<int>(threadIdx.x) - row_in_block * threads.threads_per_row;
+  const int step = threads.threads_per_row;
+  for (int64_t first_row = static_cast<int64_t>(blockIdx.x) * threads.rows_per_block; first_row < count;
+       first_row += static_cast<int64_t>(gridDim.x) * threads.rows_per_block) {
+    const int64_t row = first_row + row_in_block;
+    // Threads without a row take part with no chunk of one.
+    const int chunks = row_in_block < threads.rows_per_block && row < count ? threads.chunks : 0;
+    const uint8_t* tokens = a.tokens + (row * a.token_stride + first_chunk * kChunkBytes);
+    uint8_t* payload = a.payload(row, flip) + first_chunk * 16;
+    uint8_t* scales = a.scales(row, flip) + first_chunk / 2;
+#pragma unroll 1
+    for (int done = 0; done < threads.chunks; done += kInFlight * step) {
       Block16<Token> x[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        const int at = chunk + i * threads.threads_per_row;
-        if (at < threads.chunks) {
-          x[i] = load_block<Token>(tokens + static_cast<int64_t>(at) * (16 * Token::kBytes), token_alignment);
+        x[i] = Block16<Token>{};
+        if (done + i * step + first_chunk < chunks) {
+          x[i] = load_block<Token>(tokens + (done + i * step) * kChunkBytes, token_alignment);
         }
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        const int at = chunk + i * threads.threads_per_row;
-        if (at >= threads.chunks) break;
-        uint8_t scale;
-        store16(payload + static_cast<int64_t>(at) * 16, encode_mxfp8_half(x[i], &scale), payload_alignment);
-        if ((at & 1) == 0) scales[at / 2] = scale;
+        uint32_t scale;
+        const uint4 codes = encode_mxfp8_half(x[i], &scale);
+        if (done + i * step + first_chunk < chunks) {
+          store16(payload + (done + i * step) * 16, codes, payload_alignment);
+          if (first_chunk % 2 == 0) scales[(done + i * step) / 2] = static_cast<uint8_t>(scale);
+        }
       }
     }
-    if (a.rows.packed) {
-      for (int64_t at = a.layout.payload_bytes + a.layout.scale_bytes + first_chunk; at < a.layout.row_bytes;
-           at += threads.threads_per_row) {
-        payload[at] = 0;
+    if (a.rows.packed && chunks != 0) {
+      const int pad = static_cast<int>(a.layout.row_bytes - a.layout.payload_bytes - a.layout.scale_bytes);
+#pragma unroll 1
+      for (int at = first_chunk; at < pad; at += step) {
+        a.payload(row, flip)[a.layout.payload_bytes + a.layout.scale_bytes + at] = 0;
       }
     }
   }
@@ -308,11 +343,11 @@ __global__ void __launch_bounds__(256, Token::kBytes == 4 && !kAligned ? 3 : 4)
 // Eight elements a thread; BF16 tokens keep their bytes, NaN payloads too.
 template <typename Token>
 __global__ void __launch_bounds__(256, 4)
-    quantize_bf16_rows(const QuantizeArguments arguments, const RowThreads threads) {
-  const QuantizeArguments a = arguments.with_rows_flipped();
+    quantize_bf16_rows(const QuantizeArguments a, const RowThreads threads) {
+  const int64_t flip = flip_of(a.rows);
   const int64_t count = rows_in_use(a.rows.rows, a.options);
-  const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
-  const int first_chunk = static_cast<int>(threadIdx.x) % threads.threads_per_row;
+  const int row_in_block = threads.row_of(threadIdx.x);
+  const int first_chunk = static_cast<int>(threadIdx.x) - row_in_block * threads.threads_per_row;
   if (row_in_block >= threads.rows_per_block) return;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * threads.rows_per_block + row_in_block; row < count;
        row += static_cast<int64_t>(gridDim.x) * threads.rows_per_block) {
@@ -331,8 +366,7 @@ __global__ void __launch_bounds__(256, 4)
                          floats_to_bf16x2(bits_float(more.x), bits_float(more.y)),
                          floats_to_bf16x2(bits_float(more.z), bits_float(more.w)));
       }
-      store16(a.rows.payload + row * a.rows.payload_stride + static_cast<int64_t>(chunk) * 16, out,
-              a.payload_alignment);
+      store16(a.payload(row, flip) + static_cast<int64_t>(chunk) * 16, out, a.payload_alignment);
     }
     // H is a multiple of 16: a BF16 row has no pad.
   }
@@ -353,9 +387,9 @@ struct AssembleArguments {
 __global__ void __launch_bounds__(256, 4) assemble_rows(const AssembleArguments a) {
   const int64_t count = rows_in_use(a.apart.rows, a.options);
   const TensorScale tensor_scale = read_tensor_scale(a.options);
-  uint8_t* const packed = flipped(a.packed).payload;
+  const int64_t flip = flip_of(a.packed);
   for (int64_t row = blockIdx.x; row < count; row += gridDim.x) {
-    uint8_t* to = packed + row * a.packed.payload_stride;
+    uint8_t* to = a.packed.payload + (row * a.packed.payload_stride + flip);
     const auto copy = [&](uint8_t* out, const uint8_t* in, int64_t bytes, int alignment) {
       for (int64_t at = static_cast<int64_t>(threadIdx.x) * 16; at < bytes; at += blockDim.x * 16) {
         const int piece = static_cast<int>(bytes - at < 16 ? bytes - at : 16);
@@ -386,23 +420,46 @@ __global__ void __launch_bounds__(256, 4) assemble_rows(const AssembleArguments 
 
 int64_t flip_bytes(const RowsView& rows) { return rows.flip == nullptr ? 0 : rows.flip_bytes; }
 
+template <typename Token, bool kStochastic, int kUnits, bool kLoneWarp>
+Status launch_nvfp4_rows(const QuantizeArguments& a, const LaunchContext& context) {
+  const int64_t blocks = a.rows.hidden / Nvfp4::kBlock;
+  const int64_t warps = kLoneWarp ? kLoneWarps : (blocks + kWarp * kUnits - 1) / (kWarp * kUnits);
+  const int64_t rows_per_block = kLoneWarp ? kLoneWarps : 1;
+  LaunchShape shape;
+  shape.bounded = true;
+  shape.threads = static_cast<int>(warps * kWarp);
+  shape.blocks = (a.rows.rows + rows_per_block - 1) / rows_per_block;
+  return launch_kernel<quantize_nvfp4_rows<Token, kStochastic, kUnits, kLoneWarp>>("quantize_nvfp4_rows",
+                                                                                   context, shape, a);
+}
+
 template <typename Token, bool kStochastic>
 Status launch_nvfp4(const QuantizeArguments& a, const LaunchContext& context) {
   const int64_t blocks = a.rows.hidden / Nvfp4::kBlock;
-  const int64_t warps_per_row = (blocks + kWarp * kUnits - 1) / (kWarp * kUnits);
+  const int64_t units = (blocks + kWarp - 1) / kWarp;  // that a lone warp would hold
+  constexpr int64_t kMaxWarpsPerRow = kMaxThreads / kWarp;
+  if (a.token_alignment >= 16 && a.payload_alignment >= 8) {
+    // A row a warp costs the fewest instructions; with few rows, a row a thread block is sooner done.
+    const bool many = a.rows.rows >= int64_t{4} * context.sms;
+    const bool few = a.rows.rows <= context.sms;
+    if (units <= 2) return launch_nvfp4_rows<Token, kStochastic, 2, true>(a, context);
+    if (few && units <= kMaxWarpsPerRow) return launch_nvfp4_rows<Token, kStochastic, 1, false>(a, context);
+    if constexpr (Token::kBytes == 2) {
+      if (many && units <= 4) return launch_nvfp4_rows<Token, kStochastic, 4, true>(a, context);
+      if (many && units <= 8) return launch_nvfp4_rows<Token, kStochastic, 8, true>(a, context);
+      if (many && units <= 14) return launch_nvfp4_rows<Token, kStochastic, 14, true>(a, context);
+    }
+    constexpr int kUnits = Token::kBytes == 2 ? 4 : 2;
+    if (units <= kUnits * kMaxWarpsPerRow) {
+      return launch_nvfp4_rows<Token, kStochastic, kUnits, false>(a, context);
+    }
+  }
   LaunchShape shape;
   shape.bounded = true;
-  if (warps_per_row * kWarp > kMaxThreads || a.token_alignment < 16 || a.payload_alignment < 8) {
-    shape.threads = static_cast<int>(std::min<int64_t>(kMaxThreads, round_up(blocks, kWarp)));
-    shape.blocks = a.rows.rows;
-    return launch_kernel<quantize_nvfp4_wide_rows<Token, kStochastic>>("quantize_nvfp4_wide_rows", context,
-                                                                       shape, a);
-  }
-  const int64_t rows_per_block = warps_per_row == 1 ? kLoneWarps : 1;
-  shape.threads = static_cast<int>(warps_per_row * rows_per_block * kWarp);
-  shape.blocks = (a.rows.rows + rows_per_block - 1) / rows_per_block;
-  return launch_kernel<quantize_nvfp4_rows<Token, kStochastic>>("quantize_nvfp4_rows", context, shape, a,
-                                                                static_cast<int>(warps_per_row));
+  shape.threads = static_cast<int>(std::min<int64_t>(kMaxThreads, round_up(blocks, kWarp)));
+  shape.blocks = a.rows.rows;
+  return launch_kernel<quantize_nvfp4_wide_rows<Token, kStochastic>>("quantize_nvfp4_wide_rows", context,
+                                                                     shape, a);
 }
 
 template <typename Token>

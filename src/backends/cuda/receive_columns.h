@@ -7,9 +7,9 @@ namespace nvte_ep {
 
 struct ReceiveArguments;
 
-// Both operands, or the columnwise one, of up to so many bands of 128 rows.
-Status launch_receive_tiles(int32_t format, ReceiveArguments arguments, int64_t tiles,
-                            const LaunchContext& context);
+// Both operands, or the columnwise one.
+Status launch_receive_columns_nvfp4(const ReceiveArguments& arguments, const LaunchContext& context);
+Status launch_receive_columns_mxfp8(const ReceiveArguments& arguments, const LaunchContext& context);
 
 }  // namespace nvte_ep
 

@@ -75,40 +75,106 @@ struct ReduceArguments {
   int64_t tokens;
 };
 
-// A slot on its way: its 16 bytes, and its weight.
-template <typename Token>
-struct SlotPart {
-  uint4 bytes;
+// Where a token's copy lies, and its weight; row null: there is none.
+struct Slot {
+  const uint8_t* row;
   float weight;
-  bool weighted;
 
-  __device__ __forceinline__ void load(const RankArrays& rows, const RankArrays& weights, SlotAddress address,
-                                       int64_t at) {
-    const int32_t rank = rank_of(address);
-    const int64_t slot = slot_of(address);
-    const uint8_t* row = rows.row(rank, slot) + at;
-    const float* its_weight = weights.floats(rank, slot);
-    bytes = load16(row, (reinterpret_cast<uint64_t>(row) & 15) == 0 ? 16 : 1);
-    weighted = its_weight != nullptr;
-    weight = weighted ? *its_weight : 1.0f;
+  Slot() = default;
+  __device__ __forceinline__ Slot(const RankArrays& rows, const RankArrays& weights, SlotAddress address)
+      : row(nullptr), weight(1.0f) {
+    if (address < 0) return;
+    row = rows.row(rank_of(address), slot_of(address));
+    const float* given = weights.floats(rank_of(address), slot_of(address));
+    if (given != nullptr) weight = *given;
   }
-  // sum += weight * the slot's elements, two roundings.
-  __device__ __forceinline__ void add_to(Elements<Token>* sum) const {
+  __device__ __forceinline__ uint4 load(int64_t at) const {
+    return load16(row + at, (reinterpret_cast<uint64_t>(row) & 15) == 0 ? 16 : 1);
+  }
+  // sum += weight * elements, two roundings; a weight of 1 changes nothing.
+  template <typename Token>
+  __device__ __forceinline__ void add(uint4 bytes, Elements<Token>* sum) const {
     Elements<Token> e;
     e.unpack(bytes);
 #pragma unroll
     for (int i = 0; i < Elements<Token>::kCount; ++i) {
-      sum->x[i] = add_rn(sum->x[i], weighted ? mul_rn(weight, e.x[i]) : e.x[i]);
+      sum->x[i] = add_rn(sum->x[i], mul_rn(weight, e.x[i]));
     }
   }
 };
 
-template <typename Token, bool kMxfp8Partials>
+template <typename Token>
+__device__ __forceinline__ void store_sum(const ReduceArguments& a, uint8_t* to, Elements<Token> sum) {
+  if (a.r.accumulate) {
+    Elements<Token> before;
+    before.load(to, a.result_alignment);
+#pragma unroll
+    for (int i = 0; i < Elements<Token>::kCount; ++i) sum.x[i] = add_rn(before.x[i], sum.x[i]);
+  }
+  sum.store(to, a.result_alignment);
+}
+
+// A thread block finds the slots of its tokens once, and then reads eight of them at a time.
+constexpr int kStagedSlots = 256;
+template <typename Token>
 __global__ void __launch_bounds__(kRowThreads, 4)
-    reduce_rows(const ReduceArguments a, const RowThreads threads) {
+    sum_rows(const ReduceArguments a, const RowThreads threads) {
+  constexpr int kInFlight = 8;
+  __shared__ Slot staged[kStagedSlots];
+  const int row_in_block = threads.row_of(threadIdx.x);
+  const int first_chunk = static_cast<int>(threadIdx.x) - row_in_block * threads.threads_per_row;
+  const int top_k = a.r.top_k;
+  const bool stages = top_k <= kStagedSlots;  // then rows_per_block * top_k is too
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * threads.rows_per_block; first < a.tokens;
+       first += static_cast<int64_t>(gridDim.x) * threads.rows_per_block) {
+    if (stages) {
+      const int64_t rows =
+          a.tokens - first < threads.rows_per_block ? a.tokens - first : threads.rows_per_block;
+      const SlotAddress* slots = a.r.slots + first * top_k;
+      __syncthreads();  // the slots of the tokens before are read
+      for (int i = static_cast<int>(threadIdx.x); i < rows * top_k; i += static_cast<int>(blockDim.x)) {
+        staged[i] = Slot(a.r.rows, a.r.weights, slots[i]);
+      }
+      __syncthreads();
+    }
+    const int64_t t = first + row_in_block;
+    if (row_in_block >= threads.rows_per_block || t >= a.tokens) continue;
+    const SlotAddress* slots = a.r.slots + t * top_k;
+    uint8_t* result = static_cast<uint8_t*>(a.r.result.data) + t * a.result_stride;
+    for (int chunk = first_chunk; chunk < threads.chunks; chunk += threads.threads_per_row) {
+      const int64_t at = static_cast<int64_t>(chunk) * 16;
+      Elements<Token> sum;
+      clear(&sum);
+      for (int k = 0; k < top_k; k += kInFlight) {
+        uint4 bytes[kInFlight];
+        const auto slot = [&](int i) {
+          return stages ? staged[row_in_block * top_k + k + i] : Slot(a.r.rows, a.r.weights, slots[k + i]);
+        };
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          if (k + i >= top_k) break;
+          const Slot s = slot(i);
+          if (s.row != nullptr) bytes[i] = s.load(at);
+        }
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          if (k + i >= top_k) break;
+          const Slot s = slot(i);
+          if (s.row != nullptr) s.add(bytes[i], &sum);
+        }
+      }
+      store_sum(a, result + at, sum);
+    }
+  }
+}
+
+// Rows that cross in MXFP8: a token's copies on one rank are summed and rounded first.
+template <typename Token>
+__global__ void __launch_bounds__(kRowThreads, 4)
+    sum_mxfp8_partials(const ReduceArguments a, const RowThreads threads) {
   using E = Elements<Token>;
-  const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
-  const int first_chunk = static_cast<int>(threadIdx.x) % threads.threads_per_row;
+  const int row_in_block = threads.row_of(threadIdx.x);
+  const int first_chunk = static_cast<int>(threadIdx.x) - row_in_block * threads.threads_per_row;
   if (row_in_block >= threads.rows_per_block) return;
   for (int64_t t = static_cast<int64_t>(blockIdx.x) * threads.rows_per_block + row_in_block; t < a.tokens;
        t += static_cast<int64_t>(gridDim.x) * threads.rows_per_block) {
@@ -118,46 +184,22 @@ __global__ void __launch_bounds__(kRowThreads, 4)
       const int64_t at = static_cast<int64_t>(chunk) * 16;
       E sum;
       clear(&sum);
-      if constexpr (!kMxfp8Partials) {
-        constexpr int kInFlight = 4;  // slots whose loads are issued before the first is added
-        for (int k = 0; k < a.r.top_k; k += kInFlight) {
-          SlotPart<Token> part[kInFlight];
-          bool there[kInFlight];
-#pragma unroll
-          for (int i = 0; i < kInFlight; ++i) {
-            there[i] = k + i < a.r.top_k && slots[k + i] >= 0;
-            if (there[i]) part[i].load(a.r.rows, a.r.weights, slots[k + i], at);
-          }
-#pragma unroll
-          for (int i = 0; i < kInFlight; ++i) {
-            if (there[i]) part[i].add_to(&sum);
-          }
+      for (int32_t rank = 0; rank < a.r.num_ranks; ++rank) {
+        E partial;
+        clear(&partial);
+        bool any = false;
+        for (int k = 0; k < a.r.top_k; ++k) {
+          if (slots[k] < 0 || rank_of(slots[k]) != rank) continue;
+          any = true;
+          const Slot slot(a.r.rows, a.r.weights, slots[k]);
+          slot.add(slot.load(at), &partial);
         }
-      } else {
-        for (int32_t rank = 0; rank < a.r.num_ranks; ++rank) {
-          E partial;
-          clear(&partial);
-          bool any = false;
-          for (int k = 0; k < a.r.top_k; ++k) {
-            if (slots[k] < 0 || rank_of(slots[k]) != rank) continue;
-            any = true;
-            SlotPart<Token> part;
-            part.load(a.r.rows, a.r.weights, slots[k], at);
-            part.add_to(&partial);
-          }
-          if (!any) continue;  // the same for all lanes of a token
-          round_to_mxfp8(&partial);
+        if (!any) continue;  // the same for all lanes of a token
+        round_to_mxfp8(&partial);
 #pragma unroll
-          for (int i = 0; i < E::kCount; ++i) sum.x[i] = add_rn(sum.x[i], partial.x[i]);
-        }
+        for (int i = 0; i < E::kCount; ++i) sum.x[i] = add_rn(sum.x[i], partial.x[i]);
       }
-      if (a.r.accumulate) {
-        E before;
-        before.load(result + at, a.result_alignment);
-#pragma unroll
-        for (int i = 0; i < E::kCount; ++i) sum.x[i] = add_rn(before.x[i], sum.x[i]);
-      }
-      sum.store(result + at, a.result_alignment);
+      store_sum(a, result + at, sum);
     }
   }
 }
@@ -174,8 +216,8 @@ template <typename Token>
 __global__ void __launch_bounds__(kRowThreads, 4)
     merge_slots(const MergeArguments a, const RowThreads threads) {
   using E = Elements<Token>;
-  const int row_in_block = static_cast<int>(threadIdx.x) / threads.threads_per_row;
-  const int first_chunk = static_cast<int>(threadIdx.x) % threads.threads_per_row;
+  const int row_in_block = threads.row_of(threadIdx.x);
+  const int first_chunk = static_cast<int>(threadIdx.x) - row_in_block * threads.threads_per_row;
   if (row_in_block >= threads.rows_per_block) return;
   const IndexView& count = a.m.slot_count;
   const int64_t in_use =
@@ -195,9 +237,8 @@ __global__ void __launch_bounds__(kRowThreads, 4)
       clear(&sum);
       for (int i = k; first && i < a.m.top_k; ++i) {
         if (slots[i] < 0) continue;
-        SlotPart<Token> part;
-        part.load(a.rows, a.weights, slots[i], at);
-        part.add_to(&sum);
+        const Slot slot(a.rows, a.weights, slots[i]);
+        slot.add(slot.load(at), &sum);
       }
       sum.store(out + at, a.out_alignment);
     }
@@ -217,11 +258,14 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 template <typename Token>
 Status launch_reduce(const ReduceArguments& a, const LaunchContext& context) {
-  const RowThreads threads = row_threads(a.r.result.columns() / Elements<Token>::kCount);
-  const LaunchShape shape = row_launch(threads, a.tokens);
-  return a.r.partial_format == NVTE_EP_FORMAT_MXFP8
-             ? launch_kernel<reduce_rows<Token, true>>("reduce_rows", context, shape, a, threads)
-             : launch_kernel<reduce_rows<Token, false>>("reduce_rows", context, shape, a, threads);
+  RowThreads threads = row_threads(a.r.result.columns() / Elements<Token>::kCount);
+  if (a.r.partial_format == NVTE_EP_FORMAT_MXFP8) {
+    return launch_kernel<sum_mxfp8_partials<Token>>("sum_mxfp8_partials", context,
+                                                    row_launch(threads, a.tokens), a, threads);
+  }
+  const int staged_rows = std::max(1, kStagedSlots / std::max(1, a.r.top_k));
+  threads.rows_per_block = std::min(threads.rows_per_block, staged_rows);
+  return launch_kernel<sum_rows<Token>>("sum_rows", context, row_launch(threads, a.tokens), a, threads);
 }
 
 template <typename Token>

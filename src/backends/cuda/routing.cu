@@ -305,7 +305,7 @@ __global__ void write_index_kernel(void* out, bool is_int64, const int64_t* coun
   if (is_int64) {
     static_cast<int64_t*>(out)[i] = counts[i];
   } else {
-    static_cast<int32_t*>(out)[i] = static_cast<int32_t>(counts[i]);
+    static_cast<int32_t*>(out)[i] = saturated_int32(counts[i]);
   }
 }
 

@@ -14,6 +14,10 @@ struct RowThreads {
   int chunks;  // of a row
   int threads_per_row;
   int rows_per_block;
+  uint32_t reciprocal;  // of threads_per_row, times 2^20
+
+  // The row of a thread in its block: exact for up to 1024 threads.
+  NVTE_EP_HD int row_of(unsigned thread) const { return static_cast<int>(thread * reciprocal >> 20); }
 };
 
 constexpr int kRowThreads = 256;  // of a block, at most
@@ -29,6 +33,8 @@ inline RowThreads row_threads(int64_t chunks) {
     t.threads_per_row = static_cast<int>(round_up((chunks + rounds - 1) / rounds, 32));
     t.rows_per_block = 1;
   }
+  const uint32_t d = static_cast<uint32_t>(t.threads_per_row);
+  t.reciprocal = ((1u << 20) + d - 1) / d;
   return t;
 }
 

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, 8) swizzle_scales(const SwizzleArgum
 }  // namespace
 
 Status launch_swizzle(const TensorView& scales, const IndexView& rows_per_expert, int32_t num_experts,
-                      uint8_t* swizzled, bool inverse, const LaunchContext& context) {
+                      uint8_t* swizzled, int64_t tile_rows, bool inverse, const LaunchContext& context) {
   SwizzleArguments a{};
   a.scales = static_cast<uint8_t*>(scales.data);
   a.stride = scales.stride;
@@ -61,8 +61,8 @@ Status launch_swizzle(const TensorView& scales, const IndexView& rows_per_expert
   a.tiles = swizzled;
   a.counts = SlabCounts{rows_per_expert, rows_per_expert.data == nullptr ? 1 : num_experts, scales.rows(), 1};
   LaunchShape shape;
-  shape.blocks =
-      max_tiles(scales.rows(), 1, a.counts.num_experts) * ((a.columns + kPatchColumns - 1) / kPatchColumns);
+  shape.blocks = std::min(max_tiles(scales.rows(), 1, a.counts.num_experts), tile_rows / kScaleTileRows) *
+                 ((a.columns + kPatchColumns - 1) / kPatchColumns);
   shape.threads = kThreads;
   if (shape.blocks == 0) return Status();
   return inverse ? launch_kernel<swizzle_scales<true>>("unswizzle_scales", context, shape, a)
