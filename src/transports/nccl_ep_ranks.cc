@@ -71,6 +71,9 @@ Status NcclEpRanks::open_low_latency() {
   config.max_token_bytes = static_cast<unsigned>(row_bytes);
   config.num_topk = static_cast<unsigned>(settings_.max_top_k);
   config.max_num_sms = static_cast<unsigned>(settings_.num_sms);
+  // Its kernels end when a peer does not come in time; without this they would trap.
+  config.enable_mask = 1;
+  config.timeout_ns = static_cast<uint64_t>(settings_.timeout_ns);
   NVTE_EP_TRY(backend_->with_device([&] {
     return check(ranks_.api(), api_->ncclEpCreateGroup(&low_latency_group_, ranks_.comm(), &config),
                  "ncclEpCreateGroup (low latency)", ranks_.comm());
@@ -78,6 +81,17 @@ Status NcclEpRanks::open_low_latency() {
   NVTE_EP_TRY(low_latency_send_rows_.reserve(backend_, max_tokens(settings_) * row_bytes));
   // Every expert may get all tokens of all ranks.
   return low_latency_rows_.reserve(backend_, settings_.num_experts * max_tokens(settings_) * row_bytes);
+}
+
+Status NcclEpRanks::failure(int32_t* rank) {
+  *rank = -1;
+  NVTE_EP_TRY(ranks_.failure());
+  int late = 0;
+  if (low_latency_group_ != nullptr) (void)api_->ncclEpGetAsyncError(low_latency_group_, &late);
+  if (late == 0) return Status();
+  return ranks_.fail(NVTE_EP_STATUS_TIMEOUT,
+                     text("a peer did not arrive within ", static_cast<double>(settings_.timeout_ns) * 1e-9,
+                          " s (NCCL EP does not tell which)"));
 }
 
 void NcclEpRanks::close() {

@@ -42,10 +42,7 @@ class NcclEpRanks : public RoutingRanks {
     return ranks_.agree(step, mine, stream);
   }
   Status wait(const char* step, nvte_ep_stream_t stream) override { return ranks_.wait(step, stream); }
-  Status failure(int32_t* rank) override {
-    *rank = -1;
-    return ranks_.failure();
-  }
+  Status failure(int32_t* rank) override;
   Status check_clock() override { return ranks_.check_watch(); }
   void abort(const std::string& message) override { ranks_.abort(message); }
   void close() override;
