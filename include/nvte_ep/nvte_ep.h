@@ -448,7 +448,8 @@ NVTE_EP_API nvte_ep_status_t nvte_ep_unique_id(int32_t kind, uint8_t* unique_id)
 NVTE_EP_API nvte_ep_status_t nvte_ep_comm_create(const nvte_ep_comm_config_t* config, nvte_ep_comm_t* comm);
 
 /* Borrows an ncclComm_t, of the NCCL that this process has loaded (PyTorch's, too): the library works on a split of it and
- * never aborts the caller's. Collective. Since ABI 1. [in] nccl_comm must outlive the communicator. UNSUPPORTED where no NCCL can be loaded. */
+ * never aborts the caller's. Collective. Since ABI 1. [in] nccl_comm must outlive the communicator. UNSUPPORTED where no NCCL
+ * can be loaded. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_comm_from_nccl(void* nccl_comm, nvte_ep_comm_t* comm);
 
 /* NULL is OK. Groups that still use it keep what they need. Since ABI 1. */
