@@ -2,6 +2,7 @@
 
 #include <limits>
 
+#include "core/group.h"
 #include "transports/nccl.h"
 #include "transports/nccl_ep_low_latency.h"
 #include "transports/nccl_ep_ranks.h"
@@ -71,7 +72,8 @@ void nccl_ep_memory(const Communicator& comm, const GroupSettings& settings, int
   // Rows are packed, received and summed in the group's buffers, not in the handle's.
   const int64_t maps = slots * (experts / comm.size() + 8 * settings.max_top_k) + all_tokens * 16 +
                        tokens * (experts * 4 + settings.max_top_k * 16);
-  *handle_bytes = device_handle_bytes(settings, comm.size()) + maps + max_slots(settings) * 8;
+  *handle_bytes = device_handle_bytes(settings, comm.size()) - handle_scratch_bytes(settings) + maps +
+                  max_slots(settings) * 8;
   if (!low_latency_fits(settings, comm.size())) return;
   // Two banks of what every expert may send back, and what came.
   const int64_t rows = tokens * experts * low_latency_row_bytes(token_bytes(settings), settings.max_top_k);

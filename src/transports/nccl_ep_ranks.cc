@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <mutex>
 #include <numeric>
+#include <optional>
 
 #include "transports/nccl.h"
 #include "transports/nccl_ep_low_latency.h"
@@ -18,6 +19,29 @@ namespace {
 // dispatch is fastest with 24, combine with 96; this is the best for both together. The local kernels keep all of them.
 constexpr const char* kExchangeSms = "NCCL_EP_COMM_SMS";
 constexpr const char* kExchangeSmsDefault = "32";
+
+// Chooses it for the groups that are created while an object of this class lives, unless the environment does. Several threads
+// may create groups at a time, and have to where they are the ranks of one.
+class ExchangeSms {
+ public:
+  ExchangeSms() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (users_++ > 0) return;
+    chosen_ = std::getenv(kExchangeSms) == nullptr;
+    if (chosen_) setenv(kExchangeSms, kExchangeSmsDefault, 1);
+  }
+  ~ExchangeSms() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (--users_ == 0 && chosen_) unsetenv(kExchangeSms);
+  }
+  ExchangeSms(const ExchangeSms&) = delete;
+  ExchangeSms& operator=(const ExchangeSms&) = delete;
+
+ private:
+  inline static std::mutex mutex_;
+  inline static int users_ = 0;
+  inline static bool chosen_ = false;
+};
 
 }  // namespace
 
@@ -52,14 +76,10 @@ Status NcclEpRanks::create_group() {
   config.num_topk = static_cast<unsigned>(settings_.max_top_k);
   config.max_num_sms = static_cast<unsigned>(settings_.num_sms);
   config.zero_copy = settings_.zero_copy ? nccl_ep::kZeroCopyOn : nccl_ep::kZeroCopyAuto;
-  // Its environment is read here, and nowhere else.
-  static std::mutex mutex;
-  const std::lock_guard<std::mutex> lock(mutex);
-  const bool choose = settings_.num_sms == 0 && std::getenv(kExchangeSms) == nullptr;
-  if (choose) setenv(kExchangeSms, kExchangeSmsDefault, 1);
-  const nccl::Result result = api_->ncclEpCreateGroup(&group_, ranks_.comm(), &config);
-  if (choose) unsetenv(kExchangeSms);
-  return check(ranks_.api(), result, "ncclEpCreateGroup", ranks_.comm());
+  std::optional<ExchangeSms> sms;
+  if (settings_.num_sms == 0) sms.emplace();
+  return check(ranks_.api(), api_->ncclEpCreateGroup(&group_, ranks_.comm(), &config), "ncclEpCreateGroup",
+               ranks_.comm());
 }
 
 Status NcclEpRanks::open_low_latency() {
