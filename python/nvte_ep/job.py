@@ -87,7 +87,7 @@ class Job:
         self,
         rank: int,
         size: int,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | None,
         *,
         local_rank: int | None = None,
         local_size: int | None = None,
@@ -95,16 +95,18 @@ class Job:
         timeout: float = DEFAULT_TIMEOUT,
         owns_folder: bool = False,
     ) -> None:
-        """folder: one that every rank of the job sees and no other job has used."""
+        """folder: one that every rank of the job sees and no other job has used; a rank alone needs none."""
         if not 0 <= rank < size:
             raise invalid("Job", "rank", f"0 to {size - 1}", str(rank))
+        if folder is None and size > 1:
+            raise invalid("Job", "folder", f"one that {size} ranks share", "None")
         self.rank = rank
         self.size = size
         self.local_rank = rank if local_rank is None else local_rank
         self.local_size = local_size
         self.launcher = launcher
         self.timeout = timeout
-        self._folder = Path(folder)
+        self._folder = Path("" if folder is None else folder)
         self._owns_folder = owns_folder
         self._exchanges = 0
         self._closed = False
@@ -125,7 +127,7 @@ class Job:
             if rank is not None and size is not None:
                 break
         else:
-            return cls(0, 1, tempfile.mkdtemp(prefix="nvte_ep."), launcher="", owns_folder=True)
+            return cls(0, 1, None)
         local_size = _number(variables, launcher.local_size)
         named = variables.get(FOLDER_VARIABLE)
         if named is None and size > 1 and local_size != size:
@@ -151,6 +153,8 @@ class Job:
     def gather(self, value: bytes) -> list[bytes]:
         """The value of every rank, by rank."""
         prefix = self._next()
+        if self.size == 1:
+            return [value]
         self._put(f"{prefix}.{self.rank}", value)
         return [self._get(f"{prefix}.{rank}") for rank in range(self.size)]
 
@@ -160,7 +164,8 @@ class Job:
         if self.rank != root:
             return self._get(name)
         value = make()
-        self._put(name, value)
+        if self.size > 1:
+            self._put(name, value)
         return value
 
     def barrier(self) -> None:
@@ -180,13 +185,11 @@ class Job:
         """Takes a folder of the job's own away, when every rank has read what is in it."""
         if self._closed:
             return
-        if self._owns_folder and self._folder.is_dir():
-            if self.size > 1:
-                self._put(f"closed.{self.rank}", b"")
-                if self.rank == 0:
-                    for rank in range(self.size):
-                        self._get(f"closed.{rank}")
+        if self._owns_folder and self.size > 1:
+            self._put(f"closed.{self.rank}", b"")
             if self.rank == 0:
+                for rank in range(self.size):
+                    self._get(f"closed.{rank}")
                 shutil.rmtree(self._folder, ignore_errors=True)
         self._closed = True
 

@@ -129,7 +129,6 @@ nvte_ep_status_t nvte_ep_group_memory(nvte_ep_comm_t comm, const nvte_ep_group_c
     nvte_ep_memory_info_t out = NVTE_EP_MEMORY_INFO_INIT;
     NVTE_EP_TRY(transport_memory(*communicator, settings, transport, &out.group_bytes, &out.exchange_bytes,
                                  &out.handle_bytes));
-    out.handle_bytes += handle_scratch_bytes(settings);
     write_struct(out, info);
     return Status();
   });

@@ -201,6 +201,7 @@ Status read_dispatch(const Step& step, const nvte_ep_dispatch_args_t* args, bool
   NVTE_EP_TRY(check_format_options(traits, call->options));
   const int32_t rank = step.handle->group().rank();
   call->options.rank = rank;
+  call->options.num_sms = step.group().num_sms;
   call->options.row_id_base =
       static_cast<uint64_t>(rank) * static_cast<uint64_t>(step.group().max_tokens_per_rank);
   if (backward && (a.topk_weights != nullptr || a.recv_weights != nullptr)) {

@@ -73,6 +73,7 @@ struct CodecOptions {
   const float* tensor_scale = nullptr;        // [1]
   const float* fixed_expert_scale = nullptr;  // [E]
   IndexView row_count;                        // [1]; rows in use
+  int32_t num_sms = 0;                        // that kernels may take up; 0: all
   int32_t* findings = nullptr;                // [1]
 };
 

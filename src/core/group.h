@@ -106,7 +106,7 @@ class Handle {
   Scratch recv_rows_;  // packed rows in slots, where they are not received as such
 };
 
-// Bytes of the two scratch areas of a handle, largest over formats.
+// Bytes of the two scratch areas of a handle whose transport does not take a dispatch whole, largest over formats.
 int64_t handle_scratch_bytes(const GroupSettings& settings);
 
 }  // namespace nvte_ep

@@ -53,22 +53,30 @@ __device__ __forceinline__ void clear(Elements<Token>* e) {
   for (int i = 0; i < Elements<Token>::kCount; ++i) e->x[i] = 0.0f;
 }
 
-// What a partial row becomes when it crosses in MXFP8: lanes that share a block of 32 agree on its scale.
+// Codes and scale of MXFP8: lanes that share a block of 32 agree on its scale.
 template <typename Token>
-__device__ __forceinline__ void round_to_mxfp8(Elements<Token>* e) {
+__device__ __forceinline__ void encode_mxfp8(const Elements<Token>& e, uint8_t* codes, uint8_t* scale) {
   constexpr int kLanes = Mxfp8::kBlock / Elements<Token>::kCount;
   const unsigned mine = ((1u << kLanes) - 1u) << (lane_id() / kLanes * kLanes);
   float amax = bits_float(kNanBits);  // fmaxf drops NaNs, unless there is nothing else
 #pragma unroll
-  for (int i = 0; i < Elements<Token>::kCount; ++i) amax = fmaxf(amax, fabsf(e->x[i]));
+  for (int i = 0; i < Elements<Token>::kCount; ++i) amax = fmaxf(amax, fabsf(e.x[i]));
 #pragma unroll
   for (int d = 1; d < kLanes; d *= 2) amax = fmaxf(amax, __shfl_xor_sync(mine, amax, d));
-  const uint8_t scale = Mxfp8::scale(amax);
-  const float multiplier = e8m0_inverse(scale);
+  *scale = Mxfp8::scale(amax);
+  const float multiplier = e8m0_inverse(*scale);
 #pragma unroll
-  for (int i = 0; i < Elements<Token>::kCount; ++i) {
-    e->x[i] = Mxfp8::decode(float_to_e4m3(mul_rn(e->x[i], multiplier)), scale);
-  }
+  for (int i = 0; i < Elements<Token>::kCount; ++i) codes[i] = float_to_e4m3(mul_rn(e.x[i], multiplier));
+}
+
+// What a partial row becomes when it crosses in MXFP8.
+template <typename Token>
+__device__ __forceinline__ void round_to_mxfp8(Elements<Token>* e) {
+  uint8_t codes[Elements<Token>::kCount];
+  uint8_t scale;
+  encode_mxfp8(*e, codes, &scale);
+#pragma unroll
+  for (int i = 0; i < Elements<Token>::kCount; ++i) e->x[i] = Mxfp8::decode(codes[i], scale);
 }
 
 }  // namespace nvte_ep::device

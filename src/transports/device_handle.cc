@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/group.h"
 #include "transports/device_buffer.h"
 #include "transports/device_exchange.h"
 #include "transports/device_group.h"
@@ -478,7 +479,8 @@ int64_t device_handle_bytes(const GroupSettings& settings, int32_t size) {
   const int64_t choices = settings.max_tokens_per_rank * settings.max_top_k;
   const int64_t local = settings.num_experts / size;
   const int64_t slots = settings.eager() ? choices * size + local * 127 : settings.recv_capacity;
-  return choices * (4 + 8) * (size + 1) + settings.max_tokens_per_rank * size * 8 + slots * 16 + local * 40;
+  return choices * (4 + 8) * (size + 1) + settings.max_tokens_per_rank * size * 8 + slots * 16 + local * 40 +
+         handle_scratch_bytes(settings);
 }
 
 }  // namespace nvte_ep

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <random>
 
+#include "core/group.h"
 #include "core/routing.h"
 #include "transports/rendezvous.h"
 
@@ -537,7 +538,8 @@ void threads_memory(const Communicator&, const GroupSettings& settings, int64_t*
   const int64_t choices = settings.max_tokens_per_rank * settings.max_top_k;
   const int64_t slots = settings.recv_capacity;  // eager: as many as each prepare needs
   *handle_bytes = choices * static_cast<int64_t>(sizeof(int32_t) + sizeof(SlotAddress)) +
-                  slots * static_cast<int64_t>(sizeof(int64_t) + 2 * sizeof(int32_t));
+                  slots * static_cast<int64_t>(sizeof(int64_t) + 2 * sizeof(int32_t)) +
+                  handle_scratch_bytes(settings);
 }
 
 }  // namespace nvte_ep

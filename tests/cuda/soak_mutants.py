@@ -29,16 +29,16 @@ class Mutant:
 
 WAIT = "(load_acquire(arrival) - epoch) < 0; ++spin"
 MUTANTS = (
-    Mutant("nobody_waits", "transports/peer/peer_kernels.cu", ((WAIT, WAIT.replace("0;", "-(1 << 30);")),)),
+    Mutant("nobody_waits", "transports/peer/meeting.cuh", ((WAIT, WAIT.replace("0;", "-(1 << 30);")),)),
     Mutant(
         "waits_for_the_meeting_before",
-        "transports/peer/peer_kernels.cu",
+        "transports/peer/meeting.cuh",
         ((WAIT, WAIT.replace("0;", "-1;")),),
     ),
     Mutant(
         "overwrites_what_peers_read",
-        "transports/peer/peer.cc",
-        (("if (!open_) NVTE_EP_TRY(meet(stream));", "(void)stream;"),),
+        "transports/peer/pools.h",
+        (("return bytes;", "return 0;"),),
     ),
 )
 

@@ -128,7 +128,8 @@ def check_sum(
     the part of each rank too, and add in another order."""
     where = case.where[rank]
     exact = model.combine(where, slots, wire=transport.sum_format(wire), **options)
-    if transport.exact_sums:
+    # What crosses in MXFP8 is rounded to it on every transport alike.
+    if transport.exact_sums or transport.sum_format(wire) == "mxfp8":
         assert got.tobytes() == exact.astype(DTYPES[case.dtype]).tobytes()
         return
     magnitude = model.combine_magnitude(where, slots, options.get("slot_weights"))

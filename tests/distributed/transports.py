@@ -159,11 +159,12 @@ _NCCL: dict[str, Any] = dict.fromkeys(
     ("names_culprit", "aborts_travel", "creation_times_out", "survives_failures"), False
 )
 _PROCESSES: dict[str, Any] = {"in_processes": True, "examples": 10, "alignments": (1, 32, 128)}
+_PEER: dict[str, Any] = {"mxfp8_sums": True}
 ALL = [
     THREADS,
-    Transport("peer_threads", "peer", "threads"),
-    Transport("peer_processes", "peer", "nccl", **_PROCESSES),  # NCCL windows, where this NCCL has them
-    Transport("peer_ipc", "peer", "nccl", variables=(("NVTE_EP_PEER_MEMORY", "ipc"),), **_PROCESSES),
+    Transport("peer_threads", "peer", "threads", **_PEER),
+    Transport("peer_processes", "peer", "nccl", **_PEER, **_PROCESSES),
+    Transport("peer_ipc", "peer", "nccl", variables=(("NVTE_EP_PEER_MEMORY", "ipc"),), **_PEER, **_PROCESSES),
     Transport("nccl_ep", "nccl_ep", "nccl", **_PROCESSES, **_NCCL),
     Transport("nccl", "nccl", "nccl", **_PROCESSES, **_NCCL),
 ]

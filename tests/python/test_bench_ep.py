@@ -17,6 +17,7 @@ import pytest
 from nvte_ep import job
 from nvte_ep.commands import (
     _figures,
+    _nccl_api,
     _nccl_ep_abi,
     _probe,
     bench_ep,
@@ -198,6 +199,13 @@ def test_markdown(measured: Callable[..., dict[str, Any]], tmp_path: Path) -> No
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert len(rows) == 2 + 4
     assert all(row.count(" | ") == rows[0].count(" | ") for row in rows)
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    file = tmp_path / "times.png"
+    assert main([*SMALL, "--only", "prepare,combine", "--tokens", "8,40", "--plot", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -429,14 +437,29 @@ def test_nccl_ep_beside_it(
     assert nccl_ep.made[-1] == "ncclCommDestroy"
 
 
+def test_quick_spares_compilations(
+    runtime: FakeRuntime, nccl_ep: FakeNcclEp, measured: Callable[..., dict[str, Any]]
+) -> None:
+    answer = measured("--quick", "--only", "dispatch bf16 ->,backward bf16,step", base=ON_DEVICE)
+    by_name = {entry["operation"]: entry["figures"] for entry in answer["shapes"][0]["operations"]}
+    assert {name for name, figures in by_name.items() if "NCCL EP" in figures} == {
+        operation.key for operation in step_operations()
+    }
+    answer = measured(
+        "--quick", "--only", "dispatch bf16 ->,backward bf16", "--tokens", "600", base=ON_DEVICE
+    )
+    by_name = {entry["operation"]: entry["figures"] for entry in answer["shapes"][0]["operations"]}
+    assert {name for name, figures in by_name.items() if "NCCL EP" in figures} == {"dispatch bf16 -> decoded"}
+
+
 def test_the_same_multiprocessors_for_all(
     runtime: FakeRuntime, nccl_ep: FakeNcclEp, measured: Callable[..., dict[str, Any]]
 ) -> None:
-    answer = measured("--quick", "--num-sms", "24", "--only", "packed -> rows", base=ON_DEVICE)
+    answer = measured("--num-sms", "24", "--only", "packed -> rows", base=ON_DEVICE)
     assert answer["ranks"]["num_sms"] == 24
     assert answer["not_run"] == [] or "num_sms" in answer["not_run"][0]
     ways = answer["shapes"][0]["operations"][0]["figures"]["NCCL EP"]["ways"]
-    assert list(ways) == ["24 SMs, rows as BF16"]
+    assert set(ways) == {"24 SMs, rows as BF16", "24 SMs, codes and scales apart"}
 
 
 def test_nccl_ep_that_fails_is_told(
@@ -453,7 +476,7 @@ def test_nccl_ep_that_fails_is_told(
         real(name, *arguments)
 
     monkeypatch.setattr(nccl_ep, "call", call)
-    answer = measured("--quick", "--only", "combine bf16,prepare", base=ON_DEVICE)
+    answer = measured("--only", "combine bf16,prepare", base=ON_DEVICE)
     assert answer["ok"]
     assert [line for line in answer["not_run"] if "ncclEpCombine: internal error" in line]
     assert list(answer["shapes"][0]["operations"][1]["figures"]) == ["threads"]
@@ -479,6 +502,25 @@ def test_plain_nccl(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_p
     (work,) = side.work(Operation("dispatch"), 1)
     side.close()
     assert api.made[-1] == "ncclCommDestroy"
+
+
+def test_libraries_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def open_library(name: str, mode: int = 0) -> Any:
+        opened.append(name)
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(_nccl_api.ctypes, "CDLL", open_library)
+    with pytest.raises(nvte_ep.UnsupportedError, match=r"libnccl\.so\.2.*pip install"):
+        _nccl_api.NcclApi()
+    monkeypatch.setattr(_nccl_api.NcclApi, "__init__", lambda self: None)
+    monkeypatch.setenv("NCCL_EP_HOME", "/opt/nccl_ep")
+    opened.clear()
+    with pytest.raises(nvte_ep.UnsupportedError, match=r"libnccl_ep not found.*pip install nccl-extensions"):
+        _nccl_api.NcclEpApi()
+    assert opened[0] == "/opt/nccl_ep/lib/libnccl_ep.so"
+    assert "libnccl_ep.so.0" in opened
 
 
 def test_structs_are_those_of_the_header() -> None:
@@ -646,7 +688,7 @@ def test_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     command = [sys.executable, str(script), str(Path(__file__).resolve().parent)]
     only = ["--only", "prepare,dispatch bf16 ->,combine bf16,step", "--json", str(file)]
-    command += ["bench", "ep", "--device", "cuda", "--transports", "nccl", "--quick", *SHAPE, *only]
+    command += ["bench", "ep", "--device", "cuda", "--transports", "nccl", *SHAPE, *only]
     environment = {"PYTHONPATH": str(Path(nvte_ep.__file__).resolve().parents[1])}
     assert job.launch(command, 2, environment=environment) == 0
     printed = capfd.readouterr().out

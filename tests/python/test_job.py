@@ -59,14 +59,15 @@ def test_places(launcher: str) -> None:
 
 
 def test_alone(tmp_path: Path) -> None:
+    """No files."""
     with Job.from_environment({}) as alone:
         assert (alone.rank, alone.size, alone.local_rank) == (0, 1, 0)
         assert alone.gather(b"x") == [b"x"]
         assert alone.broadcast(lambda: b"y") == b"y"
         alone.barrier()
-        folder = alone._folder
-        assert folder.is_dir()
-    assert not folder.exists()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(nvte_ep.InvalidArgumentError, match="folder"):
+        Job(0, 2, None)
 
 
 def test_mpirun_inside_a_slurm_job_is_an_mpirun() -> None:

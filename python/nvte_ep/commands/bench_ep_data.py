@@ -241,13 +241,15 @@ class Data:
                 rows[here] = pack(Sending(wire), self.tokens(int(sender), index, token[here]))
         return rows
 
-    def _stochastic_operand(self, rank: int, index: int, wire: str, columnwise: bool) -> Operand:
-        """What a rank receives when rounding is stochastic."""
-        routed = self.routed(rank)
-        rows = self.rows_at_slots(rank, index, wire, slice(0, routed.slots), stochastic=True)
+    def _stochastic_operand(
+        self, rank: int, index: int, wire: str, columnwise: bool, experts: int
+    ) -> Operand:
+        """What a rank's first experts receive when rounding is stochastic."""
+        counts = self.routed(rank).rows_per_expert[:experts]
+        rows = self.rows_at_slots(rank, index, wire, slice(0, sum(counts)), stochastic=True)
         options: dict[str, Any] = {"rounding": "stochastic", "rng_state": (SEED, OFFSET), "rank": rank}
         return receive_on_host(
-            rows, self.shape.hidden, routed.rows_per_expert, wire, columnwise, self.shape.alignment, **options
+            rows, self.shape.hidden, counts, wire, columnwise, self.shape.alignment, **options
         )
 
     def weights_at_slots(self, rank: int) -> Floats:

@@ -62,13 +62,17 @@ class Outputs:
         self.machine, self.data, self.rank, self.sampling = machine, data, rank, sampling
         self.routed = data.routed(rank)
 
-    def _slabs(self) -> list[tuple[int, slice]]:
+    def _all_slabs(self) -> list[tuple[int, slice]]:
         """Experts that have slots, and which."""
         found, start = [], 0
         for expert, rows in enumerate(self.routed.rows_per_expert):
             if rows:
                 found.append((expert, slice(start, start + rows)))
             start += rows
+        return found
+
+    def _slabs(self) -> list[tuple[int, slice]]:
+        found = self._all_slabs()
         return [found[i] for i in self.sampling.of_slabs(len(found))] if found else []
 
     def _untouched(self, checks: Checks, what: str, slots: Array) -> None:
@@ -114,12 +118,18 @@ class Outputs:
         self, checks: Checks, what: str, operand: Operand, index: int, stochastic: bool = False
     ) -> None:
         """Slab by slab. What is rounded to nearest depends on the rows of its expert alone; what a stochastic
-        block draws depends on its place among all slots, so there the whole operand is made."""
+        block draws depends on its place among all slots, so there the first experts are checked."""
         case = ReceiveCase(operand.format, operand.columnwise)
         slabs = case.slabs(self.routed.rows_per_expert, operand.hidden)
-        for expert, part in self._slabs():
+        first = self.sampling.slabs or len(slabs)
+        some = self._slabs()
+        if stochastic:
+            some = [(expert, part) for expert, part in self._all_slabs() if expert < first]
+        for expert, part in some:
             if stochastic:
-                wanted = self.data.stochastic_operand(self.rank, index, operand.format, operand.columnwise)
+                wanted = self.data.stochastic_operand(
+                    self.rank, index, operand.format, operand.columnwise, first
+                )
                 shift = slabs[expert].ranges
             else:
                 rows = self.data.rows_at_slots(self.rank, index, operand.format, part)

@@ -289,36 +289,34 @@ def plot(report: Report, file: Path) -> None:
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
-    sections = [section for section in report.sections if section.rows]
-    height = max(len(section.rows) for section in sections)
+    panels = [
+        (section.shape.name, [row for row in section.rows if row.figures]) for section in report.sections
+    ]
+    height = max(len(rows) for _, rows in panels)
     figure, axes = pyplot.subplots(
-        1, len(sections), figsize=(9 * len(sections), 1.5 + 0.55 * height), squeeze=False
+        1, len(panels), figsize=(10 * len(panels), 1.5 + 0.5 * height), squeeze=False
     )
-    for axis, section in zip(axes[0], sections, strict=True):
-        width = 0.8 / max(len(report.sides), 1)
+    width = 0.8 / max(len(report.sides), 1)
+    for axis, (name, rows) in zip(axes[0], panels, strict=True):
         for number, side in enumerate(report.sides):
-            places, times, spans = [], [], []
-            for place, row in enumerate(section.rows):
-                found = row.figures.get(side)
-                if found is None:
-                    continue
-                low, high = found.spread.range
-                places.append(place + number * width)
-                times.append(found.spread.median)
-                spans.append((max(found.spread.median - low, 0), max(high - found.spread.median, 0)))
-            if places:
-                axis.barh(places, times, width, label=side, xerr=list(zip(*spans, strict=True)))
-        for place, row in enumerate(section.rows):
-            edges = (place - width / 2, place + 0.8 - width / 2)
+            mine = [
+                (place, row.figures[side].spread) for place, row in enumerate(rows) if side in row.figures
+            ]
+            if mine:
+                times = [spread.median for _, spread in mine]
+                low, high = zip(*(spread.range for _, spread in mine), strict=True)
+                errors = ([t - e for t, e in zip(times, low, strict=True)],
+                          [e - t for t, e in zip(times, high, strict=True)])  # fmt: skip
+                places = [place + (number + 0.5) * width - 0.4 for place, _ in mine]
+                axis.barh(places, times, width, label=side, xerr=errors)
+        for place, row in enumerate(rows):
             label = "floor" if place == 0 else None
-            axis.plot([row.floor_microseconds] * 2, edges, color="black", linewidth=2, label=label)
-        axis.set_yticks([place + 0.4 - width / 2 for place in range(len(section.rows))])
-        axis.set_yticklabels([row.operation.key for row in section.rows])
-        axis.invert_yaxis()
-        axis.set_xscale("log")
+            axis.plot([row.floor_microseconds] * 2, [place - 0.45, place + 0.45], color="black", label=label)
+        axis.set_yticks(range(len(rows)), [row.operation.key for row in rows])
+        axis.set_ylim(len(rows) - 0.4, -0.6)
         axis.set_xlabel("microseconds")
-        axis.set_title(section.shape.name)
-        axis.grid(True, axis="x", which="both", alpha=0.3)
+        axis.set_title(name)
+        axis.grid(True, axis="x", alpha=0.3)
         axis.legend(fontsize=8)
     figure.suptitle(where(report)[0])
     figure.tight_layout()

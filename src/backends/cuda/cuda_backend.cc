@@ -9,7 +9,7 @@
 #include <mutex>
 
 #include "backends/cuda/device_guard.h"
-#include "backends/cuda/launch_kernel.h"
+#include "backends/cuda/launch.h"
 
 namespace nvte_ep {
 namespace {
@@ -66,11 +66,21 @@ Status CudaBackend::on_device(nvte_ep_stream_t stream, const Function& function)
   return function(context);
 }
 
+namespace {
+
+LaunchContext within(LaunchContext context, const CodecOptions& options) {
+  context.max_sms = options.num_sms;
+  return context;
+}
+
+}  // namespace
+
 Status CudaBackend::quantize(int32_t format, const TensorView& tokens, const RowsView& rows,
                              const CodecOptions& options, nvte_ep_stream_t stream) {
   if (rows.rows == 0) return Status();
-  return on_device(stream,
-                   [&](const LaunchContext& c) { return launch_quantize(format, tokens, rows, options, c); });
+  return on_device(stream, [&](const LaunchContext& c) {
+    return launch_quantize(format, tokens, rows, options, within(c, options));
+  });
 }
 
 Status CudaBackend::dequantize(int32_t format, const RowsView& rows, const TensorView& tokens,
@@ -78,22 +88,23 @@ Status CudaBackend::dequantize(int32_t format, const RowsView& rows, const Tenso
                                nvte_ep_stream_t stream) {
   if (rows.rows == 0) return Status();
   return on_device(stream, [&](const LaunchContext& c) {
-    return launch_dequantize(format, rows, tokens, options, weighting, c);
+    return launch_dequantize(format, rows, tokens, options, weighting, within(c, options));
   });
 }
 
 Status CudaBackend::assemble(int32_t format, const RowsView& apart, const RowsView& packed,
                              const CodecOptions& options, nvte_ep_stream_t stream) {
   if (apart.rows == 0) return Status();
-  return on_device(
-      stream, [&](const LaunchContext& c) { return launch_assemble(format, apart, packed, options, c); });
+  return on_device(stream, [&](const LaunchContext& c) {
+    return launch_assemble(format, apart, packed, options, within(c, options));
+  });
 }
 
 Status CudaBackend::direct_receive(int32_t format, const RowsView& rows, const IndexView& rows_per_expert,
                                    const OperandView& operand, const CodecOptions& options,
                                    nvte_ep_stream_t stream) {
   return on_device(stream, [&](const LaunchContext& c) {
-    return launch_direct_receive(format, rows, rows_per_expert, operand, options, c);
+    return launch_direct_receive(format, rows, rows_per_expert, operand, options, within(c, options));
   });
 }
 

@@ -2,7 +2,7 @@
 // of FP32.
 #include <type_traits>
 
-#include "backends/cuda/launch_kernel.h"
+#include "backends/cuda/launch.h"
 #include "backends/cuda/row_threads.h"
 #include "device/codec_options.cuh"
 #include "device/decode.cuh"

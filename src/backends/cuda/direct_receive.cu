@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "backends/cuda/launch_kernel.h"
+#include "backends/cuda/launch.h"
 #include "backends/cuda/receive_arguments.cuh"
 #include "backends/cuda/receive_columns.h"
 #include "device/e4m3.cuh"

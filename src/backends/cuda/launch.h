@@ -4,19 +4,9 @@
 #define NVTE_EP_BACKENDS_CUDA_LAUNCH_H_
 
 #include "core/backend.h"
+#include "device/launch_kernel.h"
 
 namespace nvte_ep {
-
-constexpr int kMaxDevices = 64;
-
-struct LaunchContext {
-  nvte_ep_stream_t stream = nullptr;
-  int device = 0;
-  int sms = 0;
-  int shared_bytes_per_sm = 0;
-  int shared_bytes_per_block = 0;
-  int max_sms = 0;  // kernels take up no more than so many multiprocessors hold at one time; 0: no limit
-};
 
 Status launch_quantize(int32_t format, const TensorView& tokens, const RowsView& rows,
                        const CodecOptions& options, const LaunchContext& context);

@@ -6,7 +6,7 @@
 // memory is fastest then. Rows too wide to be held are read twice.
 #include <type_traits>
 
-#include "backends/cuda/launch_kernel.h"
+#include "backends/cuda/launch.h"
 #include "backends/cuda/row_threads.h"
 #include "device/codec_options.cuh"
 #include "device/memory.cuh"

@@ -5,7 +5,7 @@
 // memory; the next 256 are on their way meanwhile.
 #include <type_traits>
 
-#include "backends/cuda/launch_kernel.h"
+#include "backends/cuda/launch.h"
 #include "backends/cuda/receive_arguments.cuh"
 #include "backends/cuda/receive_columns.h"
 #include "device/hadamard.cuh"

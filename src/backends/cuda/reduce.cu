@@ -1,5 +1,5 @@
 // Slots to and from the rows of the ranks: the steps of dispatch and combine, forward and backward.
-#include "backends/cuda/launch_kernel.h"
+#include "backends/cuda/launch.h"
 #include "backends/cuda/row_threads.h"
 #include "device/elements.cuh"
 #include "device/memory.cuh"

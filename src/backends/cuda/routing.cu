@@ -11,7 +11,6 @@
 #include <climits>
 
 #include "backends/cuda/launch.h"
-#include "backends/cuda/launch_kernel.h"
 
 namespace nvte_ep {
 namespace {

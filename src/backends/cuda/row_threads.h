@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "backends/cuda/launch_kernel.h"
+#include "backends/cuda/launch.h"
 #include "core/row_layout.h"
 
 namespace nvte_ep {

@@ -1,5 +1,5 @@
 // Scale matrices to and from the 128 x 4 tiles that GEMMs read.
-#include "backends/cuda/launch_kernel.h"
+#include "backends/cuda/launch.h"
 #include "device/scale_tiles.cuh"
 #include "device/slabs.cuh"
 

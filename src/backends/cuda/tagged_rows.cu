@@ -2,7 +2,8 @@
 // into that order.
 #include <algorithm>
 
-#include "backends/cuda/launch_kernel.h"
+#include "backends/cuda/launch.h"
+#include "device/launch_kernel.h"
 #include "device/memory.cuh"
 #include "device/warp.cuh"
 

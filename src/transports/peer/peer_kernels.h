@@ -1,11 +1,13 @@
-// What the `peer` transport runs on a device.
+// What the `peer` transport runs on a device, but the steps (prepare.h, dispatch.h, combine.h).
 #ifndef NVTE_EP_TRANSPORTS_PEER_PEER_KERNELS_H_
 #define NVTE_EP_TRANSPORTS_PEER_PEER_KERNELS_H_
 
 #include <cstdint>
 
 #include "core/status.h"
+#include "device/launch_kernel.h"
 #include "transports/peer/peer_memory.h"
+#include "transports/peer/pools.h"
 
 namespace nvte_ep {
 
@@ -17,24 +19,25 @@ struct Meeting {
   // [size] every rank's array [size]: in rank r's, entry s is the last meeting that s came to
   uint32_t* const* arrivals;
   uint32_t* epoch;  // [1] meetings of this rank so far
+  int32_t* failed;  // [1] not 0: one of them has failed
   int64_t timeout_ns;
   MeetingReport* report;
-  const int32_t* ended;  // [1] rank + 1 of the one that ended the group; 0: nobody
+  const int32_t* ended;         // [1] rank + 1 of the one that ended the group; 0: nobody
+  int32_t* const* ended_words;  // [size] the same of every rank: who gives up tells all
+  // This rank's area that starts from zero in every exchange.
+  uint32_t* maxima;
+  int64_t maxima_distance;  // words from one copy to the other
+  int32_t num_maxima;
 };
 
-// Comes to the next meeting and waits for all, timeout_ns at most. What was enqueued before is visible to the peers then, and
-// theirs to what is enqueued after. A failure is reported, and every later meeting returns at once.
-Status launch_meet(const Meeting& meeting, nvte_ep_stream_t stream);
-
-// blocks [size] of bytes each (a multiple of 4), one from every rank, one after the other.
-Status launch_pull_blocks(const void* const* blocks, int32_t size, int64_t bytes, void* out, int32_t sms,
-                          nvte_ep_stream_t stream);
+// A meeting by itself.
+Status launch_meet(const Meeting& meeting, const LaunchContext& context);
 
 // Lets the current device load and store the memory of another; the same device is fine.
 Status enable_peer_access(int32_t device, int32_t other);
 
-// Loads the kernels above on the current device: a kernel that is loaded while others wait for it would wait, too.
-Status load_peer_kernels();
+// What launches on the current device need to know of it; num_sms as in the group's settings.
+Status describe_launches(int32_t device, int32_t num_sms, LaunchContext* context);
 
 }  // namespace nvte_ep
 

@@ -1,7 +1,7 @@
 // One way to launch a kernel: what it may use is asked of the runtime once per kernel and device, errors come
 // back as Status, the caller's error state is left alone.
-#ifndef NVTE_EP_BACKENDS_CUDA_LAUNCH_KERNEL_H_
-#define NVTE_EP_BACKENDS_CUDA_LAUNCH_KERNEL_H_
+#ifndef NVTE_EP_DEVICE_LAUNCH_KERNEL_H_
+#define NVTE_EP_DEVICE_LAUNCH_KERNEL_H_
 
 #include <cuda_runtime.h>
 
@@ -9,12 +9,23 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <vector>
 
-#include "backends/cuda/launch.h"
 #include "core/status.h"
 
 namespace nvte_ep {
+
+constexpr int kMaxDevices = 64;
+
+struct LaunchContext {
+  nvte_ep_stream_t stream = nullptr;
+  int device = 0;
+  int sms = 0;
+  int shared_bytes_per_sm = 0;
+  int shared_bytes_per_block = 0;
+  int max_sms = 0;  // kernels take up no more than so many multiprocessors hold at one time; 0: no limit
+};
 
 inline Status cuda_status(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return Status();
@@ -29,6 +40,8 @@ struct LaunchShape {
   int shared_bytes = 0;
   int cluster = 1;
   bool bounded = false;  // a smaller grid does the work too: LaunchContext::max_sms holds
+  bool overlaps =
+      false;  // may be made ready while the kernel before ends: it waits by itself (kernel_order.cuh)
 };
 
 // Registers per thread of a kernel, after allowing it all the shared memory of the device.
@@ -85,15 +98,23 @@ Status launch_kernel(const char* what, const LaunchContext& context, const Launc
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = context.stream;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = shape.cluster > 1 ? 1 : 0;
+  cudaLaunchAttribute attributes[2];
+  config.attrs = attributes;
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  }
+  const bool allowed = std::getenv("PEER_NO_OVERLAP") == nullptr;
+  if (shape.overlaps && allowed) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
   return cuda_status(cudaLaunchKernelEx(&config, kKernel, arguments...), what);
 }
 
 }  // namespace nvte_ep
 
-#endif  // NVTE_EP_BACKENDS_CUDA_LAUNCH_KERNEL_H_
+#endif  // NVTE_EP_DEVICE_LAUNCH_KERNEL_H_

@@ -1,0 +1,401 @@
+#include "transports/peer/peer_handle.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "core/pipeline.h"
+#include "transports/device_buffer.h"
+#include "transports/peer/combine.h"
+#include "transports/peer/dispatch.h"
+#include "transports/peer/prepare.h"
+
+// What runs:
+//
+//   prepare            publish indices and meet | scan | assign                   a few tokens: one launch
+//   dispatch           pack | publish and meet | deliver                          pack only where rows are not packed yet
+//   combine            partial rows of the others' tokens | meet | sum            once for each pass of columns
+namespace nvte_ep {
+namespace {
+
+bool is_aligned(const void* pointer, int64_t stride_bytes) {
+  return (reinterpret_cast<uintptr_t>(pointer) | static_cast<uintptr_t>(stride_bytes)) % 16 == 0;
+}
+
+// Slots that no routing can exceed.
+int64_t most_slots(const GroupSettings& g, int32_t size, int32_t top_k, int64_t alignment) {
+  const int64_t local = g.num_experts / size;
+  const int64_t copies = std::min<int64_t>(top_k, local);  // of a token on one rank
+  return g.max_tokens_per_rank * copies * size + local * (alignment - 1);
+}
+
+class PeerHandle : public HandleTransport {
+ public:
+  PeerHandle(std::shared_ptr<DeviceMember> member, std::shared_ptr<PeerGroup> group,
+             const HandleSettings& settings)
+      : member_(std::move(member)), group_(std::move(group)), settings_(settings) {}
+  ~PeerHandle() override { member_->remove(&report_); }
+
+  Status allocate() {
+    const GroupSettings& g = member_->settings;
+    Backend* backend = member_->backend;
+    RouteMaps& m = maps_;
+    m.rank = member_->rank;
+    m.size = member_->size;
+    m.num_experts = g.num_experts;
+    m.top_k = settings_.top_k;
+    m.tokens = static_cast<int32_t>(g.max_tokens_per_rank);
+    m.alignment = settings_.alignment;
+    m.capacity = g.eager() ? most_slots(g, m.size, m.top_k, m.alignment) : g.recv_capacity;
+    if (m.capacity > std::numeric_limits<int32_t>::max()) {
+      return unsupported("peer: expected at most 2^31 - 1 slots, the group needs ", m.capacity);
+    }
+    const int64_t experts = m.local_experts();
+    const int64_t chunks = prepare_chunks(m.tokens);
+    const auto pointer = [](auto** p) { return reinterpret_cast<void**>(p); };
+    const struct {
+      void** pointer;
+      int64_t bytes;
+    } parts[] = {{pointer(&m.row_slots), m.choices() * m.size * 4},
+                 {pointer(&m.slot_source), m.capacity * 8},
+                 {pointer(&m.kept_experts), m.choices() * 4},
+                 {pointer(&m.holders), int64_t{m.tokens} * m.holder_words() * 4},
+                 {pointer(&m.tokens_routed), experts * 8},
+                 {pointer(&m.tokens_per_expert), experts * 8},
+                 {pointer(&m.rows_per_expert), experts * 8},
+                 {pointer(&m.row_offsets), (experts + 1) * 8},
+                 {pointer(&m.scale_row_offsets), (experts + 1) * 8},
+                 {pointer(&m.totals), 2 * 8},
+                 {pointer(&counters_), kDeviceCounters * 8},
+                 {pointer(&told_), kDeviceCounters * 8},
+                 {pointer(&starts_), chunks * m.size * m.num_experts * 4},
+                 {pointer(&totals_), m.num_experts * int64_t{4}}};
+    int64_t total = 0;
+    for (const auto& p : parts) total += round_up(p.bytes, kOperandPartAlignment);
+    NVTE_EP_TRY(memory_.reserve(backend, total));
+    int64_t at = 0;
+    for (const auto& p : parts) {
+      *p.pointer = memory_.as<uint8_t>() + at;
+      at += round_up(p.bytes, kOperandPartAlignment);
+    }
+    NVTE_EP_TRY(recv_rows_.reserve(backend, g.recv_capacity * largest_row()));
+    NVTE_EP_TRY(report_.allocate(backend));
+    member_->add(&report_, settings_.id);
+    return Status();
+  }
+
+  Status prepare(const PrepareCall& call, nvte_ep_stream_t stream) override {
+    NVTE_EP_TRY(member_->check_alive());
+    const bool eager = member_->settings.eager();
+    bool capturing = false;
+    NVTE_EP_TRY(member_->backend->is_capturing(stream, &capturing));
+    if (capturing && (eager || !agreed_)) {
+      return bad_state(eager ? "stream: an eager group cannot be captured, its prepare waits"
+                             : "stream: a handle's first prepare checks the ranks' settings and "
+                               "waits: call it once before the capture");
+    }
+    prepared_ = false;
+    if (!agreed_) NVTE_EP_TRY(member_->agree_on_handle(settings_, stream));
+    agreed_ = true;
+    tokens_ = call.topk_idx.rows();
+    const PoolLayout& pool = group_->layout();
+    PrepareArguments a{};
+    a.pools = group_->pools();
+    a.meeting = group_->meeting();
+    a.indices = pool.indices;
+    a.histograms = pool.histograms;
+    a.maps = maps_;
+    a.topk_idx = call.topk_idx.data;
+    a.is_int64 = call.topk_idx.dtype == DType::kInt64;
+    a.stride = call.topk_idx.stride;
+    a.given_tokens = static_cast<int32_t>(tokens_);
+    a.starts = starts_;
+    a.totals = totals_;
+    a.ticket = group_->ticket();
+    const auto view = [](const TensorView& t) { return IndexView{t.data, t.dtype == DType::kInt64}; };
+    a.tokens_routed = view(call.tokens_routed);
+    a.tokens_per_expert = view(call.tokens_per_expert);
+    a.rows_per_expert = view(call.rows_per_expert);
+    a.row_offsets = view(call.row_offsets);
+    a.scale_row_offsets = view(call.scale_row_offsets);
+    a.total_rows = view(call.total_rows);
+    a.dropped_rows = view(call.dropped_rows);
+    // An eager group's slot maps are written once their size is known.
+    a.slot_source = eager ? nullptr : static_cast<int64_t*>(call.slot_source.data);
+    a.slot_expert = eager ? nullptr : static_cast<int32_t*>(call.slot_expert.data);
+    a.counters = counters_;
+    a.told = told_;
+    a.report = report_.memory();
+    NVTE_EP_TRY(group_->launch(stream, [&](const LaunchContext& c) { return launch_prepare(a, c); }));
+    slots_ = member_->settings.recv_capacity;
+    if (eager) NVTE_EP_TRY(learn_slots(call, stream));
+    prepared_ = true;
+    return eager ? hand_out_slots(call, stream) : Status();
+  }
+
+  bool prepared() const override { return prepared_; }
+
+  RoutingView routing() const override {
+    RoutingView view;
+    view.tokens = tokens_;
+    view.rows_per_expert = IndexView{maps_.rows_per_expert, true};
+    view.total_rows = IndexView{maps_.totals, true};
+    view.slot_source = maps_.slot_source;
+    view.slots = slots_;
+    return view;
+  }
+
+  bool takes_dispatch() const override { return true; }
+
+  Status dispatch(const DispatchCall& call, nvte_ep_stream_t stream) override {
+    NVTE_EP_TRY(member_->check_alive());
+    if (call.recv_weights.data != nullptr && !call.gives_weights && tokens_ > 0) {
+      return invalid_argument(
+          "topk_weights: expected on every rank because this one asks for recv_weights, got NULL");
+    }
+    const int32_t format = call.backward ? settings_.combine_backward : settings_.dispatch;
+    const RowLayout layout = row_layout(*find_format(format), member_->settings.hidden);
+    TravellingRows rows;
+    NVTE_EP_TRY(pack(call, format, layout, &rows, stream));
+    const bool by_bands = call.receive == NVTE_EP_RECEIVE_OPERAND && !wants_columns(call.operand);
+    NVTE_EP_TRY(publish(call, format, layout, rows, by_bands, stream));
+
+    DeliverArguments a = deliver_arguments(call, layout, rows);
+    const auto deliver = [&](SlotForm form) {
+      return group_->launch(stream, [&](const LaunchContext& c) {
+        return launch_deliver(form, format, call.received.dtype, a, c);
+      });
+    };
+    if (by_bands) {
+      set_operand(call, layout, &a);
+      return deliver(SlotForm::kOperand);
+    }
+    const TensorView& received = call.received;
+    const int64_t stride = received.stride * dtype_bytes(received.dtype);
+    if (call.receive != NVTE_EP_RECEIVE_OPERAND && !call.is_weighted() && is_aligned(received.data, stride)) {
+      a.out = static_cast<uint8_t*>(received.data);
+      a.out_stride = stride;
+      const bool as_it_is = call.receive == NVTE_EP_RECEIVE_ROWS ||
+                            (format == NVTE_EP_FORMAT_BF16 && received.dtype == DType::kBFloat16);
+      const int64_t bytes =
+          as_it_is ? layout.row_bytes : member_->settings.hidden * dtype_bytes(received.dtype);
+      a.chunks = static_cast<int32_t>(bytes / 16);
+      return deliver(as_it_is ? SlotForm::kBytes : SlotForm::kDecoded);
+    }
+    // Operands with columns, and gradients times weights: through packed rows in slots.
+    NVTE_EP_TRY(
+        recv_rows_.reserve(member_->backend, slots_ * layout.row_bytes));  // grows in eager groups only
+    a.out = recv_rows_.as<uint8_t>();
+    a.out_stride = layout.row_bytes;
+    a.chunks = static_cast<int32_t>(layout.row_bytes / 16);
+    NVTE_EP_TRY(deliver(SlotForm::kBytes));
+    const RowsView slots =
+        packed_rows(format, recv_rows_.as<void>(), layout.row_bytes, slots_, member_->settings.hidden);
+    return receive_rows(member_->backend, format, slots, routing(), call, stream);
+  }
+
+  Status send_rows(const SendRows&, nvte_ep_stream_t) override {
+    return Status(NVTE_EP_STATUS_INTERNAL, "peer takes a dispatch whole");
+  }
+
+  Status return_rows(const ReturnRows& call, nvte_ep_stream_t stream) override {
+    NVTE_EP_TRY(member_->check_alive());
+    const DType dtype = call.slots.dtype;
+    const PoolLayout& pool = group_->layout();
+    CombineArguments a{};
+    a.pools = group_->pools();
+    a.maps = maps_;
+    a.mxfp8 = call.format == NVTE_EP_FORMAT_MXFP8;
+    a.outbox = pool.outbox;
+    a.slots = static_cast<const uint8_t*>(call.slots.data);
+    a.slot_stride = call.slots.stride * dtype_bytes(dtype);
+    a.slot_weights = call.slot_weights;
+    a.slot_values = call.slot_scalars;
+    a.values = pool.gradients;
+    a.tokens = static_cast<int32_t>(tokens_);
+    a.result = static_cast<uint8_t*>(call.result.data);
+    a.result_stride = call.result.stride * dtype_bytes(dtype);
+    a.accumulate = call.accumulate;
+    a.own_value_stride = call.scalars.stride;
+    a.counters = counters_;
+    a.report = report_.memory();
+    const int32_t all = static_cast<int32_t>(member_->settings.hidden * dtype_bytes(dtype) / 16);
+    const int32_t pass = chunks_of_a_pass(dtype, a.mxfp8, all);
+    return group_->launch(stream, [&](const LaunchContext& c) {
+      for (a.first_chunk = 0; a.first_chunk < all; a.first_chunk += pass) {
+        a.chunks = std::min(pass, all - a.first_chunk);
+        a.send_values = call.backward && a.first_chunk == 0;
+        a.own_values = a.first_chunk == 0 ? static_cast<float*>(call.scalars.data) : nullptr;
+        NVTE_EP_TRY(launch_partial_rows(dtype, a, c));
+        NVTE_EP_TRY(launch_meet(group_->meeting(), c));
+        NVTE_EP_TRY(launch_sum_rows(dtype, a, c));
+      }
+      return Status();
+    });
+  }
+
+ private:
+  int64_t largest_row() const {
+    int64_t bytes = 0;
+    for (int32_t format : {settings_.dispatch, settings_.combine_backward}) {
+      bytes = std::max(bytes, row_layout(*find_format(format), member_->settings.hidden).row_bytes);
+    }
+    return bytes;
+  }
+
+  static bool wants_columns(const OperandView& o) {
+    return o.columnwise() || o.columnwise_amax != nullptr || o.columnwise_expert_scale != nullptr;
+  }
+
+  // Rows of the wire format stay where they are, others go into the outbox.
+  Status pack(const DispatchCall& call, int32_t format, const RowLayout& layout, TravellingRows* rows,
+              nvte_ep_stream_t stream) {
+    rows->outbox = group_->layout().outbox;
+    rows->row_bytes = layout.row_bytes;
+    const int64_t stride = call.tokens.stride * dtype_bytes(call.tokens.dtype);
+    if (call.is_wire(format) && is_aligned(call.tokens.data, stride)) {
+      rows->own = static_cast<const uint8_t*>(call.tokens.data);
+      rows->own_stride = stride;
+      return Status();
+    }
+    if (tokens_ == 0) return Status();
+    RowsView packed = packed_rows(format, group_->pools().own + rows->outbox.offset, layout.row_bytes,
+                                  tokens_, member_->settings.hidden);
+    packed.flip = group_->pools().epoch;
+    packed.flip_bytes = rows->outbox.distance();
+    Backend* backend = member_->backend;
+    return call.is_apart ? backend->assemble(format, call.apart, packed, call.options, stream)
+                         : backend->quantize(format, call.tokens, packed, call.options, stream);
+  }
+
+  Status publish(const DispatchCall& call, int32_t format, const RowLayout& layout,
+                 const TravellingRows& rows, bool by_bands, nvte_ep_stream_t stream) {
+    PublishArguments a{};
+    a.pools = group_->pools();
+    a.meeting = group_->meeting();
+    a.maps = maps_;
+    a.rows = rows;
+    a.copy_rows = rows.own != nullptr && maps_.size > 1;
+    a.tokens = static_cast<int32_t>(tokens_);
+    a.weights = group_->layout().weights;
+    a.own_weights = static_cast<const float*>(call.weights.data);
+    a.own_weight_stride = call.weights.stride;
+    a.send_weights = a.own_weights != nullptr && maps_.size > 1;
+    a.gives_weights = call.gives_weights || tokens_ == 0;
+    a.exponents = group_->layout().exponents;
+    // Whatever this rank wants of its slots, a peer may want an operand.
+    a.send_exponents = format == NVTE_EP_FORMAT_NVFP4 && (by_bands || maps_.size > 1);
+    a.token_scale_offset = layout.token_scale_offset;
+    a.ticket = group_->ticket();
+    return group_->launch(stream, [&](const LaunchContext& c) { return launch_publish(a, c); });
+  }
+
+  DeliverArguments deliver_arguments(const DispatchCall& call, const RowLayout& layout,
+                                     const TravellingRows& rows) const {
+    DeliverArguments a{};
+    a.pools = group_->pools();
+    a.maps = maps_;
+    a.rows = rows;
+    a.out_weights = static_cast<float*>(call.recv_weights.data);
+    a.weights = group_->layout().weights;
+    a.own_weights = static_cast<const float*>(call.weights.data);
+    a.own_weight_stride = call.weights.stride;
+    a.counters = counters_;
+    a.report = report_.memory();
+    a.payload_bytes = layout.payload_bytes;
+    a.token_scale_offset = layout.token_scale_offset;
+    return a;
+  }
+
+  // The rowwise operand.
+  void set_operand(const DispatchCall& call, const RowLayout& layout, DeliverArguments* a) const {
+    const OperandView& operand = call.operand;
+    a->out = operand.payload;
+    a->out_stride = layout.payload_bytes;
+    a->chunks = static_cast<int32_t>(layout.payload_bytes / 16);
+    a->exponents = group_->layout().exponents;
+    OperandScales& o = a->operand;
+    o.scales = operand.scales;
+    o.linear = operand.shape.linear_scales;
+    o.layout = layout;
+    o.columns = layout.scale_bytes;
+    o.amax = operand.amax;
+    o.expert_scale = operand.expert_scale;
+    o.fixed_expert_scale = call.options.fixed_expert_scale;
+    o.findings = call.options.findings;
+    OperandShape shape = operand.shape;
+    shape.capacity = slots_;
+    o.bands = shape.scale_rows() / kScaleTileRows;
+  }
+
+  // Columns are given back in passes whose partial rows fit the outbox.
+  int32_t chunks_of_a_pass(DType dtype, bool mxfp8, int32_t all) const {
+    const int64_t rows = static_cast<int64_t>(maps_.size - 1) * maps_.tokens;
+    int32_t chunks = all;
+    for (int32_t passes = 2; rows * partial_row_bytes(dtype, mxfp8, chunks) > group_->layout().outbox.bytes;
+         ++passes) {
+      chunks = static_cast<int32_t>(round_up((all + passes - 1) / passes, 32));
+    }
+    return chunks;
+  }
+
+  // Eager: the host learns the number of slots.
+  Status learn_slots(const PrepareCall& call, nvte_ep_stream_t stream) {
+    NVTE_EP_TRY(group_->wait(stream));
+    NVTE_EP_TRY(member_->backend->download(&slots_, maps_.totals, sizeof(slots_), stream));
+    if (call.total_rows_host != nullptr) *call.total_rows_host = slots_;
+    return Status();
+  }
+
+  Status hand_out_slots(const PrepareCall& call, nvte_ep_stream_t stream) {
+    const struct {
+      const char* name;
+      const TensorView& out;
+    } outputs[] = {{"slot_source", call.slot_source}, {"slot_expert", call.slot_expert}};
+    for (const auto& o : outputs) {
+      if (o.out.ndim != 0 && o.out.size() < slots_) {
+        return invalid_argument(o.name, ": expected at least ", slots_, " slots, got ", o.out.size());
+      }
+    }
+    return group_->launch(stream, [&](const LaunchContext& c) {
+      return launch_copy_slots(maps_, static_cast<int64_t*>(call.slot_source.data),
+                               static_cast<int32_t*>(call.slot_expert.data), c);
+    });
+  }
+
+  const std::shared_ptr<DeviceMember> member_;
+  const std::shared_ptr<PeerGroup> group_;
+  const HandleSettings settings_;
+  DeviceBuffer memory_, recv_rows_;
+  RouteMaps maps_;
+  int32_t* starts_ = nullptr;
+  int32_t* totals_ = nullptr;
+  int64_t* counters_ = nullptr;  // DeviceCounters on the device
+  int64_t* told_ = nullptr;      // those that the host knows
+  DeviceReport report_;          // the host's view of them
+  int64_t tokens_ = 0;
+  int64_t slots_ = 0;
+  bool agreed_ = false;
+  bool prepared_ = false;
+};
+
+}  // namespace
+
+Status make_peer_handle(std::shared_ptr<DeviceMember> member, std::shared_ptr<PeerGroup> group,
+                        const HandleSettings& settings, std::unique_ptr<HandleTransport>* handle) {
+  auto created = std::make_unique<PeerHandle>(std::move(member), std::move(group), settings);
+  NVTE_EP_TRY(created->allocate());
+  *handle = std::move(created);
+  return Status();
+}
+
+int64_t peer_handle_bytes(const GroupSettings& g, int32_t size) {
+  const int64_t local = g.num_experts / size;
+  const int64_t choices = g.max_tokens_per_rank * g.max_top_k;
+  const int64_t slots = g.eager() ? most_slots(g, size, g.max_top_k, kScaleTileRows) : g.recv_capacity;
+  const int64_t row = row_layout(*find_format(NVTE_EP_FORMAT_BF16), g.hidden).row_bytes;
+  return choices * 4 * (size + 1) + g.max_tokens_per_rank * ((size + 31) / 32) * 4 + slots * 8 + local * 40 +
+         (prepare_chunks(g.max_tokens_per_rank) * size + 1) * g.num_experts * 4 + g.recv_capacity * row;
+}
+
+}  // namespace nvte_ep
