@@ -48,7 +48,7 @@ class ExchangeSms {
 NcclEpRanks::~NcclEpRanks() { close(); }
 
 Status NcclEpRanks::open(NcclCommunicator* base) {
-  NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL_EP));
+  NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL_EP, low_latency_wanted()));
   // AUTO goes on to the next transport where one rank cannot take part.
   NVTE_EP_TRY(ranks_.settle("group_create", nccl_ep::load(&api_), nullptr));
   NVTE_EP_TRY(backend_->preload());
@@ -69,7 +69,7 @@ Status NcclEpRanks::open(NcclCommunicator* base) {
 Status NcclEpRanks::create_group() {
   nccl_ep::GroupConfig config;
   config.algorithm = nccl_ep::kHighThroughput;
-  config.num_experts = static_cast<unsigned>(settings_.num_experts);
+  config.num_experts = static_cast<unsigned>(kept_experts() * ranks_.size());
   config.max_dispatch_tokens_per_rank = static_cast<unsigned>(max_tokens(settings_));
   config.max_recv_tokens_per_rank = settings_.eager() ? 0 : static_cast<unsigned>(max_slots(settings_));
   config.max_token_bytes = static_cast<unsigned>(token_bytes(settings_));
@@ -86,7 +86,7 @@ Status NcclEpRanks::open_low_latency() {
   const int64_t row_bytes = low_latency_row_bytes(token_bytes(settings_), settings_.max_top_k);
   nccl_ep::GroupConfig config;
   config.algorithm = nccl_ep::kLowLatency;
-  config.num_experts = static_cast<unsigned>(settings_.num_experts);
+  config.num_experts = static_cast<unsigned>(kept_experts() * ranks_.size());
   config.max_dispatch_tokens_per_rank = static_cast<unsigned>(max_tokens(settings_));
   config.max_token_bytes = static_cast<unsigned>(row_bytes);
   config.num_topk = static_cast<unsigned>(settings_.max_top_k);
@@ -100,7 +100,8 @@ Status NcclEpRanks::open_low_latency() {
   }));
   NVTE_EP_TRY(low_latency_send_rows_.reserve(backend_, max_tokens(settings_) * row_bytes));
   // Every expert may get all tokens of all ranks.
-  return low_latency_rows_.reserve(backend_, settings_.num_experts * max_tokens(settings_) * row_bytes);
+  return low_latency_rows_.reserve(
+      backend_, int64_t{kept_experts()} * ranks_.size() * max_tokens(settings_) * row_bytes);
 }
 
 Status NcclEpRanks::failure(int32_t* rank) {

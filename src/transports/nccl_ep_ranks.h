@@ -38,6 +38,7 @@ class NcclEpRanks : public RoutingRanks {
   }
   Status open_slots(const HandleSettings& settings, const Route& route,
                     std::unique_ptr<SlotExchange>* slots) override;
+  int32_t kept_experts() const override { return padded_local_experts(settings_, ranks_.size()); }
   Status agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream) override {
     return ranks_.agree(step, mine, stream);
   }
