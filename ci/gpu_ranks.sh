@@ -16,13 +16,14 @@ usage: ci/gpu_ranks.sh [--ranks N] [--parts PART,...] [--transports NAME,...] [-
   --transports   of peer_threads,peer_processes,peer_ipc,nccl_ep,nccl (default: all but peer_ipc; one that cannot run is
                  a failure)
   --out DIR      logs and figures (default: $OUT, else build/gpu_ranks)
+  --seconds N    what a call may take (default: 530, nine minutes less the start)
   --again        also what went well already
 Environment: NVTE_EP_BUILD_DIR (build: the GPU side goes to build-gpu), PYTHON (python3), CUDACXX, and NCCL_HOME where the
              NCCL to use is not the first that is found
 TEXT
 }
 
-ranks="" parts=build,suites,soak,bench transports=peer_threads,peer_processes,nccl_ep,nccl again=0 quick=0
+ranks="" parts=build,suites,soak,bench transports=peer_threads,peer_processes,nccl_ep,nccl again=0 quick=0 seconds=530
 out="${OUT:-$BUILD_DIR/gpu_ranks}"
 while [[ $# -gt 0 ]]; do
   case "$1" in
@@ -31,6 +32,7 @@ while [[ $# -gt 0 ]]; do
     --transports) transports="$2"; shift ;;
     --out) out="$2"; shift ;;
     --again) again=1 ;;
+    --seconds) seconds="$2"; shift ;;
     --quick) quick=1 ;;
     -h | --help) usage; exit 0 ;;
     *) usage >&2; die "unknown argument: $1" ;;
@@ -58,7 +60,7 @@ export NVTE_EP_REQUIRE="${NVTE_EP_REQUIRE:-cuda,conformance_ranks}"
 preload=(env)
 [[ ! -f ${NCCL_HOME:-}/lib/libnccl.so.2 ]] || preload=(env LD_PRELOAD="$NCCL_HOME/lib/libnccl.so.2")
 cd "$ROOT"
-end=$((SECONDS + 530))  # of nine minutes
+end=$((SECONDS + seconds))
 nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader | tee "$out/devices.txt"
 
 # step NAME SECONDS COMMAND...: runs it once. Keeps its log, and in NAME.result how it went.
@@ -75,7 +77,7 @@ step() {
     return
   fi
   say "$name (at most $limit s)"
-  timeout --kill-after=5 "$limit" "$@" >"$out/$name.log" 2>&1 || code=$?
+  timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1 || code=$?
   local how="ok"
   [[ $code -eq 0 ]] || how="FAILED"
   [[ $code -ne 124 && $code -ne 137 ]] || how="TIME-OUT"
@@ -95,7 +97,7 @@ for part in ${parts//,/ }; do
         cmake --build "$NVTE_EP_BUILD_DIR" --target nvte_ep conformance_ranks soak_peer'
       ;;
     suites)
-      suite=("$python" -m pytest -p no:cacheprovider -q --tb=short -o faulthandler_timeout=120 -o junit_family=xunit1
+      suite=("$python" -m pytest -p no:cacheprovider -v --tb=short -o faulthandler_timeout=120 -o junit_family=xunit1
         --durations 15)
       names=(steps capture failures programs identities)
       [[ $quick -eq 1 ]] || names+=(checklist fidelity gradients routing_properties stochastic)

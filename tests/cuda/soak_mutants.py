@@ -27,19 +27,17 @@ class Mutant:
     edits: tuple[tuple[str, str], ...]
 
 
-WAIT = "(load_acquire(arrival) - epoch) < 0; ++spin"
+WAIT = "is_missing(m, m.rank, peer, epoch); ++spin"
 MUTANTS = (
-    Mutant("nobody_waits", "transports/peer/meeting.cuh", ((WAIT, WAIT.replace("0;", "-(1 << 30);")),)),
+    Mutant(
+        "nobody_waits", "transports/peer/meeting.cuh", ((WAIT, WAIT.replace("epoch", "epoch - (1u << 30)")),)
+    ),
     Mutant(
         "waits_for_the_meeting_before",
         "transports/peer/meeting.cuh",
-        ((WAIT, WAIT.replace("0;", "-1;")),),
+        ((WAIT, WAIT.replace("epoch", "epoch - 1")),),
     ),
-    Mutant(
-        "overwrites_what_peers_read",
-        "transports/peer/pools.h",
-        (("return bytes;", "return 0;"),),
-    ),
+    Mutant("one_copy", "transports/peer/pools.h", (("return now & 1u;", "return 0u * now;"),)),
 )
 
 

@@ -46,6 +46,7 @@ class Case:
     hidden: int = 64
     tokens: int | tuple[int, ...] = 24  # of each rank
     alignment: int = 16
+    room_for_tokens: int = 1  # max_tokens_per_rank at least
     capacity: int | str = "fit"  # slots of each rank, or a name of CAPACITIES
     overflow: str = "error"
     routing: str = "random"
@@ -75,7 +76,7 @@ class Case:
 
     @property
     def max_tokens(self) -> int:
-        return max(*self.tokens_of, 1)
+        return max(*self.tokens_of, self.room_for_tokens)
 
     @cached_property
     def topk(self) -> list[Array]:

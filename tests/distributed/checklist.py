@@ -25,7 +25,7 @@ from distributed.steps import (
     row_bytes,
     step_on,
 )
-from distributed.transports import Transport
+from distributed.transports import ANY_TRANSPORT, Transport
 
 Array = NDArray[Any]
 BF16 = DTYPES["bfloat16"]
@@ -34,12 +34,11 @@ BF16 = DTYPES["bfloat16"]
 def refused_settings(rank: Rank, transport: Transport) -> list[str]:
     """What of the table's traits the library says UNSUPPORTED to."""
     refused = []
-    settings = {"num_experts": 2, "hidden": 64, "max_tokens_per_rank": 4, "recv_capacity": 256}
     try:
-        transport.join(rank, zero_copy=True, **settings).close()
+        transport.join(rank, zero_copy=True, **ANY_TRANSPORT).close()
     except UnsupportedError:
         refused.append("zero_copy")
-    with transport.join(rank, **settings) as group:
+    with transport.join(rank, **ANY_TRANSPORT) as group:
         try:
             # Not by way of a mirror, which would ask for what the transport has.
             Handle(group, top_k=1, combine="mxfp8", dispatch_backward="mxfp8").close()
@@ -50,7 +49,7 @@ def refused_settings(rank: Rank, transport: Transport) -> list[str]:
 
 def chosen_by_auto(rank: Rank, transport: Transport) -> str:
     auto = dataclasses.replace(transport, name="auto")
-    with auto.join(rank, num_experts=2, hidden=64, max_tokens_per_rank=4, recv_capacity=256) as group:
+    with auto.join(rank, **ANY_TRANSPORT) as group:
         return group.info.transport
 
 

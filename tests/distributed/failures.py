@@ -91,7 +91,7 @@ def close_dead(group: Group, handle: Handle, case: Case, me: int) -> None:
 
 def one_stalls(rank: Rank, transport: Transport, case: Case, step: str, culprit: int) -> None:
     """One rank stays away from a step for longer than the time-out: the others name it within twice of that,
-    and it learns when it comes."""
+    the first by its own time-out and the rest by what that one told; and it learns when it comes."""
     group = open_group(rank, transport, case, timeout_ns=TIMEOUT_NS)
     handle = open_handle(group, case)
     handle.prepare(case.topk[rank.index])
@@ -99,7 +99,7 @@ def one_stalls(rank: Rank, transport: Transport, case: Case, step: str, culprit:
     call = every_call(handle, case, rank.index)[step]
     if rank.index != culprit:
         start = time.monotonic()
-        with pytest.raises(PeerTimeoutError, match=about(transport, culprit)):
+        with pytest.raises(FATAL, match=about(transport, culprit)):
             call()
         assert TIMEOUT_S * 0.9 < time.monotonic() - start < 2 * TIMEOUT_S
     rank.barrier()  # the others have given up
@@ -109,7 +109,8 @@ def one_stalls(rank: Rank, transport: Transport, case: Case, step: str, culprit:
             call()
         close_dead(group, handle, case, rank.index)
     else:
-        assert_dead(transport, group, handle, case, rank.index, culprit, (Status.TIMEOUT,))
+        statuses = (Status.TIMEOUT,) if transport.calls_meet else (Status.TIMEOUT, Status.PEER_FAILED)
+        assert_dead(transport, group, handle, case, rank.index, culprit, statuses)
 
 
 def one_is_killed(rank: Rank, transport: Transport, case: Case, culprit: int) -> str:
@@ -397,6 +398,44 @@ def weights_on_some_ranks(rank: Rank, transport: Transport, case: Case) -> None:
         slots = np.zeros((handle.slots, case.hidden), DTYPES["bfloat16"])
         with pytest.raises(InvalidArgumentError, match="grad_recv_weights"):
             handle.dispatch_backward(slots, weights if me == 0 else None)
+        step_on(rank, handle, case)
+
+
+def weights_that_a_peer_does_not_give(rank: Rank, transport: Transport, case: Case) -> None:
+    """On a device no call can be refused for what a peer does later: there are zeros in place of what it does
+    not give, not what it gave before, and a finding with its number. The group goes on."""
+    me = rank.index
+    layout, where = case.layouts[me], case.where[me]
+    with open_group(rank, transport, case) as group, open_handle(group, case) as handle:
+        handle.prepare(case.topk[me])
+        tokens, weights = case.tokens_in(me), case.weights_in(me)
+        slots = np.zeros((handle.slots, case.hidden), DTYPES["bfloat16"])
+        scalars = np.ones(handle.slots, np.float32)
+
+        def dispatch(given: bool) -> Any:
+            room = np.empty(handle.slots, np.float32) if given else None
+            handle.dispatch(tokens, weights if given else None, receive="rows", recv_weights=room)
+            return room
+
+        def dispatch_backward(given: bool) -> Any:
+            return handle.dispatch_backward(slots, scalars if given else None)[1]
+
+        for call in (dispatch, dispatch_backward):
+            first = call(True)
+            again = call(me == 0)
+            error = group.poll_error()
+            if me == 0:
+                assert error is not None
+                assert (error.status, error.rank) == (Status.INVALID_ARGUMENT, 1)
+                if call is dispatch:
+                    given = layout.source_rank == 0
+                    expected = np.where(given, first[: layout.total_rows], 0)
+                    np.testing.assert_array_equal(again[: layout.total_rows], expected)
+                else:
+                    np.testing.assert_array_equal(again, np.where(where[:, :, 0] == 0, 1, 0))
+            else:
+                assert error is None
+            assert group.poll_error() is None
         step_on(rank, handle, case)
 
 

@@ -8,9 +8,11 @@ Without it they run on all that can.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 import pytest
 
+from distributed.cases import Case
 from distributed.transports import ALL, THREADS_MIRRORED, Transport, count_gpus, why_not_at
 
 
@@ -28,14 +30,22 @@ def _choose() -> tuple[list[Transport], dict[str, str]]:
     wanted = [name for name in os.environ.get("NVTE_EP_TRANSPORTS", "").split(",") if name]
     if unknown := set(wanted) - known.keys():
         raise ValueError(f"NVTE_EP_TRANSPORTS: unknown {sorted(unknown)}; known: {', '.join(known)}")
-    rows = [known[name] for name in wanted] if wanted else ALL
-    missing = {row.id: reason for row in rows if (reason := why_not(row)) is not None}
+    chosen = [known[name] for name in wanted] if wanted else ALL
+    missing = {row.id: reason for row in chosen if (reason := why_not(row)) is not None}
     if wanted and missing:
         raise RuntimeError(f"NVTE_EP_TRANSPORTS asks for what cannot run here: {missing}")
-    return [row for row in rows if row.id not in missing], missing
+    return [row for row in chosen if row.id not in missing], missing
 
 
-TRANSPORTS, MISSING = _choose()
+TESTED, MISSING = _choose()
+# Those that take cases of any shape.
+TRANSPORTS = [transport for transport in TESTED if not transport.one_shape]
+
+
+def pairs(cases: Iterable[Case], among: Iterable[Transport] = TESTED) -> list[tuple[Transport, Case]]:
+    """Every case on every transport that gets it, as that gets it."""
+    fits = ((transport, transport.fit(case)) for transport in among for case in cases)
+    return [(transport, case) for transport, case in fits if case is not None]
 
 
 def transports_that(trait: str) -> list[Transport]:
@@ -45,10 +55,14 @@ def transports_that(trait: str) -> list[Transport]:
 
 def on_transports_that(trait: str) -> pytest.MarkDecorator:
     """Runs a test on each of them. Where there is none it is skipped, and the reasons are told."""
-    none = pytest.param(None, marks=pytest.mark.skip(f"no transport under test has {trait}; {MISSING}"))
-    return pytest.mark.parametrize("transport", transports_that(trait) or [none], ids=str)
+    found = transports_that(trait) or [pytest.param(None, marks=nothing_that(trait))]
+    return pytest.mark.parametrize("transport", found, ids=str)
+
+
+def nothing_that(trait: str) -> pytest.MarkDecorator:
+    return pytest.mark.skip(f"no transport under test has {trait}; {MISSING}")
 
 
 def summary() -> list[str]:
-    lines = [f"transports under test: {', '.join(map(str, TRANSPORTS))}"]
+    lines = [f"transports under test: {', '.join(map(str, TESTED))}"]
     return lines + [f"not under test: {name}: {reason}" for name, reason in MISSING.items()]

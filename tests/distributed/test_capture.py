@@ -9,7 +9,7 @@ import pytest
 
 from distributed import capture
 from distributed.cases import Case
-from distributed.here import on_transports_that
+from distributed.here import TESTED, nothing_that, pairs
 from distributed.transports import THREADS, Transport
 
 # Tokens that are routed in each round. All of them first, so that nothing is met for the first time later.
@@ -31,8 +31,12 @@ def cases() -> list[Case]:
     return [*made, Case("error", **tight), Case("drop", overflow="drop", **tight)]
 
 
-@on_transports_that("on_device")
-@pytest.mark.parametrize("case", cases(), ids=str)
+ROWS = pairs(cases(), [transport for transport in TESTED if transport.on_device])
+
+
+@pytest.mark.parametrize(
+    ("transport", "case"), ROWS or [pytest.param(None, None, marks=nothing_that("on_device"))], ids=str
+)
 def test_a_captured_step_is_replayed(transport: Transport, case: Case) -> None:
     expected = THREADS.run(case.ranks, capture.on_host, THREADS, case, ROUNDS)
     got = transport.run(case.ranks, capture.on_device, transport, case, ROUNDS)

@@ -21,7 +21,7 @@ import pytest
 from distributed import checklist, model
 from distributed.cases import CASES, Case
 from distributed.checks import assert_same_step
-from distributed.here import TRANSPORTS, on_transports_that, transports_that, why_not
+from distributed.here import TESTED, TRANSPORTS, on_transports_that, pairs, transports_that, why_not
 from distributed.launcher import run_processes, run_threads
 from distributed.steps import RNG_STATE, run_step
 from distributed.transports import ALL, THREADS, Transport
@@ -52,7 +52,7 @@ def test_every_transport_that_is_here_is_tested() -> None:
     here = {entry["name"] for entry in nvte_ep.build_info()["transports"] if entry["available"]}
     assert here <= {transport.name for transport in ALL}
     # What the table says of zero_copy and of sums in mxfp8 decides which tests run: it must be true.
-    for transport in TRANSPORTS:
+    for transport in TESTED:
         (refused,) = transport.run(1, checklist.refused_settings, transport)
         assert refused == [name for name in ("zero_copy", "mxfp8_sums") if not getattr(transport, name)]
 
@@ -61,7 +61,7 @@ def test_every_transport_that_is_here_is_tested() -> None:
 def test_auto_takes_the_first_that_can(transport: Transport) -> None:
     """In the order of the table, of those with this kind of communicator."""
     rows = [row for row in ALL if row.on_device and row.communicator == transport.communicator]
-    expected = next(row.name for row in rows if row in TRANSPORTS or why_not(row) is None)
+    expected = next(row.name for row in rows if row in TESTED or why_not(row) is None)
     assert transport.run(2, checklist.chosen_by_auto, transport) == [expected] * 2
 
 
@@ -247,23 +247,22 @@ def test_operands_lie_in_one_buffer_of_the_caller(transport: Transport, format: 
     transport.run(2, checklist.operand_in_one_buffer, transport, case, symmetric)
 
 
-@where_zero_copy
-@pytest.mark.parametrize("format", QUANTIZED)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_zero_copy_gives_the_bytes_of_the_staged_step(transport: Transport, format: str, dtype: str) -> None:
-    case = prepared(
-        Case(
-            "zero_copy",
-            ranks=3,
-            experts=6,
-            tokens=(20, 3, 33),
-            routing="unrouted",
-            dtype=dtype,
-            **QUANTIZED[format],
-        )
-    )
-    staged = transport.run(3, run_step, transport, case)
-    for got, step in zip(transport.run(3, checklist.zero_copy_step, transport, case), staged, strict=True):
+def zero_copy_cases() -> list[Case]:
+    shape: dict[str, Any] = {"ranks": 2, "experts": 6, "tokens": (20, 33), "routing": "unrouted"}
+    return [
+        Case(f"zero_copy_{format}_{dtype}", dtype=dtype, **shape, **formats)
+        for format, formats in QUANTIZED.items()
+        for dtype in ("bfloat16", "float32")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("transport", "case"), pairs(zero_copy_cases(), [row for row in TESTED if row.zero_copy]), ids=str
+)
+def test_zero_copy_gives_the_bytes_of_the_staged_step(transport: Transport, case: Case) -> None:
+    staged = transport.run(case.ranks, run_step, transport, prepared(case))
+    zero_copy = transport.run(case.ranks, checklist.zero_copy_step, transport, case)
+    for got, step in zip(zero_copy, staged, strict=True):
         assert got == checklist.staged_bytes(step)
 
 

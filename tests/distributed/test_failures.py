@@ -109,6 +109,12 @@ def test_weights_come_from_all_ranks_or_none(transport: Transport) -> None:
     transport.run(2, failures.weights_on_some_ranks, transport, PAIR)
 
 
+@on_transports_that("reports_missing_weights")
+def test_weights_that_a_peer_does_not_give(transport: Transport) -> None:
+    assert PAIR.where
+    transport.run(2, failures.weights_that_a_peer_does_not_give, transport, PAIR)
+
+
 @every_transport
 def test_nothing_goes_before_prepare(transport: Transport) -> None:
     transport.run(3, failures.before_prepare, transport, CASE)

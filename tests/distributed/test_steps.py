@@ -12,14 +12,12 @@ import pytest
 
 from distributed import checks
 from distributed.cases import CASES, Case
-from distributed.here import TRANSPORTS
+from distributed.here import pairs
 from distributed.steps import Step, run_step
 from distributed.transports import THREADS, Transport
 
-ROWS = [(transport, case) for transport in TRANSPORTS for case in CASES if transport.takes(case.ranks)]
 
-
-@pytest.fixture(scope="module", params=ROWS, ids=lambda row: f"{row[0]}-{row[1]}")
+@pytest.fixture(scope="module", params=pairs(CASES), ids=lambda row: f"{row[0]}-{row[1]}")
 def row(request: pytest.FixtureRequest) -> tuple[Transport, Case]:
     found: tuple[Transport, Case] = request.param
     return found

@@ -20,9 +20,12 @@ import nvte_ep
 from nvte_ep import Communicator, Group, NvteEpError, UnsupportedError, _cuda
 from nvte_ep._dtypes import CPU, CUDA_TYPE, Device
 
+from distributed.cases import Case
 from distributed.launcher import DEFAULT_TIMEOUT, ProcessPool, Rank, run_threads
 from distributed.mirror import MirroredGroup
 
+# Settings of a group of one or two ranks that no transport is too narrow for.
+ANY_TRANSPORT = {"num_experts": 16, "hidden": 512, "max_tokens_per_rank": 128, "recv_capacity": 1024}
 # Of every wait in the library. A test that fails must not take the library's own 100 s.
 TIMEOUT_NS = 20_000_000_000
 
@@ -52,11 +55,15 @@ class Transport:
     # A call returns when all ranks have made it: so ranks in different calls, or with other arguments, are
     # told. On a device a call returns when it is enqueued.
     calls_meet: bool = False
+    # A rank that wants weights which a peer does not give gets zeros for them and a finding about the peer.
+    reports_missing_weights: bool = False
     # Of a rank that stalls or leaves, the others tell its number, and so does its own next call.
     names_culprit: bool = True
     aborts_travel: bool = True  # an abort ends the waits of the peers at once; else their time-out does
     creation_times_out: bool = True  # where a rank never creates its group
     survives_failures: bool = True  # processes can go on when a group of theirs has failed
+    # Its kernels are compiled at run time for each shape, which takes a minute: it gets the cases of one.
+    one_shape: bool = False
     # How thorough the suites are where they could go on for ever.
     examples: int = 40  # of routings that are made up
     alignments: tuple[int, ...] = (1, 16, 32, 64, 128, 256)
@@ -89,6 +96,20 @@ class Transport:
 
     def takes(self, ranks: int) -> bool:
         return ranks <= self.max_ranks
+
+    def fit(self, case: Case) -> Case | None:
+        """The case as this transport gets it, if it does. Cases that are about a shape are not for one that
+        has its own."""
+        if not self.takes(case.ranks):
+            return None
+        if not self.one_shape:
+            return case
+        if case.ranks not in (1, 2, 4):  # the number of ranks is part of the shape
+            return None
+        if case.hidden > 64 or case.experts > 64 or case.top_k > 8 or case.max_tokens > 128:
+            return None
+        # Room for more than the small batches that have kernels of their own.
+        return dataclasses.replace(case, hidden=512, experts=max(8, 4 * case.ranks), room_for_tokens=170)
 
     def sum_format(self, format: str) -> str:
         """How sums travel where a case asks for this wire format."""
@@ -158,15 +179,18 @@ THREADS_MIRRORED = dataclasses.replace(THREADS, id="threads_mirrored", mirrored=
 _NCCL: dict[str, Any] = dict.fromkeys(
     ("names_culprit", "aborts_travel", "creation_times_out", "survives_failures"), False
 )
+_PEER: dict[str, Any] = {"mxfp8_sums": True, "reports_missing_weights": True}
+_NCCL_EP: dict[str, Any] = {"zero_copy": True, "one_shape": True, "max_ranks": 4}
+_IPC = (("NVTE_EP_PEER_MEMORY", "ipc"),)
 _PROCESSES: dict[str, Any] = {"in_processes": True, "examples": 10, "alignments": (1, 32, 128)}
-_PEER: dict[str, Any] = {"mxfp8_sums": True}
 ALL = [
     THREADS,
     Transport("peer_threads", "peer", "threads", **_PEER),
+    # Over NCCL windows where this NCCL has them.
     Transport("peer_processes", "peer", "nccl", **_PEER, **_PROCESSES),
-    Transport("peer_ipc", "peer", "nccl", variables=(("NVTE_EP_PEER_MEMORY", "ipc"),), **_PEER, **_PROCESSES),
-    Transport("nccl_ep", "nccl_ep", "nccl", **_PROCESSES, **_NCCL),
-    Transport("nccl", "nccl", "nccl", **_PROCESSES, **_NCCL),
+    Transport("peer_ipc", "peer", "nccl", variables=_IPC, **_PEER, **_PROCESSES),
+    Transport("nccl_ep", "nccl_ep", "nccl", **_NCCL_EP, **_NCCL, **_PROCESSES),
+    Transport("nccl", "nccl", "nccl", **_NCCL, **_PROCESSES),
 ]
 
 
@@ -200,7 +224,7 @@ def environment(rank: int) -> dict[str, str]:
 def why_not_at(rank: Rank, transport: Transport) -> str | None:
     """Why the library does not make a group of one rank; None: it does."""
     try:
-        transport.join(rank, num_experts=1, hidden=32, max_tokens_per_rank=1, recv_capacity=128).close()
+        transport.join(rank, **ANY_TRANSPORT).close()
     except UnsupportedError as error:
         return str(error)
     return None
