@@ -41,6 +41,7 @@ class Setup:
     def __str__(self) -> str:
         kind = "eager" if self.capacity == 0 else f"capacity {self.capacity}"
         kind += f", T {max(self.tokens)}" if max(self.tokens) > 128 else ""
+        kind += f", E {self.experts}" if self.experts % 4 else ""
         kind += ", zero copy" if self.zero_copy else ""
         return f"{self.ranks} ranks, {self.dispatch}, {self.dtype}, H {self.hidden}, {kind}"
 
