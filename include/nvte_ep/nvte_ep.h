@@ -449,8 +449,9 @@ NVTE_EP_API nvte_ep_status_t nvte_ep_unique_id(int32_t kind, uint8_t* unique_id)
  * NCCL: collective, blocks. [out] comm, destroyed with nvte_ep_comm_destroy after its groups. Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_comm_create(const nvte_ep_comm_config_t* config, nvte_ep_comm_t* comm);
 
-/* Borrows an ncclComm_t: the library works on a split of it and never aborts the caller's. Collective. Since ABI 1.
- * [in] nccl_comm must outlive the communicator. UNSUPPORTED where no NCCL can be loaded. */
+/* Borrows an ncclComm_t, of the NCCL that this process has loaded (PyTorch's, too): the library works on a split of it and
+ * never aborts the caller's. Collective. Since ABI 1. [in] nccl_comm must outlive the communicator. UNSUPPORTED where no NCCL
+ * can be loaded. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_comm_from_nccl(void* nccl_comm, nvte_ep_comm_t* comm);
 
 /* NULL is OK. Groups that still use it keep what they need. Since ABI 1. */
@@ -475,7 +476,9 @@ typedef struct nvte_ep_group_config {
   int32_t num_sms;       /* streaming multiprocessors a transport may occupy; 0 = its best */
   int64_t timeout_ns;    /* how long a call waits for a peer; 0 = 100 s */
   int32_t overflow;      /* NVTE_EP_ON_OVERFLOW_* */
-  int32_t zero_copy;     /* 1: the large tensors lie in memory from nvte_ep_mem_alloc */
+  /* 1: the large tensors lie in memory from nvte_ep_mem_alloc. NCCL_EP then sums slots in place: combine changes expert_out,
+   * dispatch_backward changes grad_received. */
+  int32_t zero_copy;
   /* Device memory comes from here if set, else from CUDA. alloc_fn returns NULL when out of memory. Groups of device
    * memory answer UNSUPPORTED so far. */
   void* (*alloc_fn)(size_t bytes, int32_t device_id, nvte_ep_stream_t stream, void* context);

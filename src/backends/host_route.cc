@@ -64,7 +64,9 @@ Status HostBackend::route(const Route& r, nvte_ep_stream_t) {
         own[i] < 0 ? SlotAddress{-1} : slot_address(static_cast<int32_t>(own[i] >> kSlotBits), i);
   }
   for (int64_t i = 0; r.kept_indices != nullptr && i < choices; ++i) {
-    r.kept_indices[i] = own[i] < 0 ? -1 : r.indices[r.rank * choices + i];
+    const int32_t expert = r.indices[r.rank * choices + i];
+    const int32_t local = shape.num_local_experts;
+    r.kept_indices[i] = own[i] < 0 ? -1 : expert / local * r.kept_experts + expert % local;
   }
   if (r.rank_rows != nullptr) {
     std::fill_n(r.rank_rows, r.tokens * r.num_ranks, SlotAddress{-1});

@@ -46,6 +46,8 @@ class RoutingRanks : public DeviceRanks {
   virtual Status open_slots(const HandleSettings&, const Route& /*route*/, std::unique_ptr<SlotExchange>*) {
     return Status();
   }
+  // For them: in which numbering of the experts they want kept indices, Route::kept_experts.
+  virtual int32_t kept_experts() const { return 0; }
 };
 
 // Ranks that exchange items: rows or values of tokens, as a step lists them.

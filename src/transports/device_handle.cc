@@ -84,6 +84,7 @@ class DeviceHandle : public HandleTransport {
     r.indices = all_;
     r.history = counters_ + 2;
     if (exchange_ != nullptr) r.kept_indices = nullptr;
+    r.kept_experts = ranks_->kept_experts();
     NVTE_EP_TRY(ranks_->open_slots(settings_, route_, &slot_exchange_));
     NVTE_EP_TRY(report_.allocate(backend));
     member_->add(&report_, settings_.id);

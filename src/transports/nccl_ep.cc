@@ -2,6 +2,7 @@
 
 #include <limits>
 
+#include "core/group.h"
 #include "transports/nccl.h"
 #include "transports/nccl_ep_low_latency.h"
 #include "transports/nccl_ep_ranks.h"
@@ -16,7 +17,6 @@ Status nccl_ep_ready() {
 Status probe_nccl_ep(const Communicator& comm, const GroupSettings& settings) {
   if (comm.kind() != NVTE_EP_COMM_NCCL) return unsupported("nccl_ep needs a communicator of kind NCCL");
   if (settings.device.is_host()) return unsupported("nccl_ep works on CUDA devices, not on host memory");
-  const int32_t experts = settings.num_experts;
   const int64_t slots = settings.eager() ? settings.max_tokens_per_rank * comm.size() * settings.max_top_k
                                          : max_slots(settings);
   const struct {
@@ -26,7 +26,7 @@ Status probe_nccl_ep(const Communicator& comm, const GroupSettings& settings) {
       {"ranks", comm.size(), nccl_ep::kMaxRanks},
       {"tokens a rank (max_tokens_per_rank)", settings.max_tokens_per_rank, nccl_ep::kMaxTokensPerRank},
       {"choices a token (max_top_k)", settings.max_top_k, nccl_ep::kMaxTopK},
-      {"experts a rank", experts / comm.size(), nccl_ep::kMaxLocalExperts},
+      {"experts a rank", padded_local_experts(settings, comm.size()), nccl_ep::kMaxLocalExperts},
       {"slots", slots, std::numeric_limits<int32_t>::max()}};
   for (const auto& cap : caps) {
     if (cap.got > cap.most) {
@@ -35,10 +35,6 @@ Status probe_nccl_ep(const Communicator& comm, const GroupSettings& settings) {
   }
   if (settings.max_tokens_per_rank == 0) {
     return unsupported("nccl_ep: NCCL EP needs max_tokens_per_rank of 1 at least, got 0");
-  }
-  if (experts % nccl_ep::kExpertMultiple != 0) {
-    return unsupported("nccl_ep: NCCL EP needs num_experts to be a multiple of ", nccl_ep::kExpertMultiple,
-                       ", got ", experts);
   }
   return Status();
 }
@@ -64,14 +60,15 @@ void nccl_ep_memory(const Communicator& comm, const GroupSettings& settings, int
   const int64_t tokens = max_tokens(settings);
   const int64_t all_tokens = tokens * comm.size();
   const int64_t slots = settings.eager() ? all_tokens * settings.max_top_k : max_slots(settings);
-  const int64_t experts = settings.num_experts;
+  const int64_t experts = int64_t{padded_local_experts(settings, comm.size())} * comm.size();
   const int64_t staging = (2 * all_tokens + slots) * token_bytes(settings) + 2 * slots * experts * 4;
   *exchange_bytes = staging + kWorkspace + all_tokens * round_up(experts, 8) / 8;
   *group_bytes = *exchange_bytes + (tokens + settings.recv_capacity) * token_bytes(settings) + tokens * 8;
   // Rows are packed, received and summed in the group's buffers, not in the handle's.
   const int64_t maps = slots * (experts / comm.size() + 8 * settings.max_top_k) + all_tokens * 16 +
                        tokens * (experts * 4 + settings.max_top_k * 16);
-  *handle_bytes = device_handle_bytes(settings, comm.size()) + maps + max_slots(settings) * 8;
+  *handle_bytes = device_handle_bytes(settings, comm.size()) - handle_scratch_bytes(settings) + maps +
+                  max_slots(settings) * 8;
   if (!low_latency_fits(settings, comm.size())) return;
   // Two banks of what every expert may send back, and what came.
   const int64_t rows = tokens * experts * low_latency_row_bytes(token_bytes(settings), settings.max_top_k);

@@ -41,6 +41,7 @@ Status fill(void* library, Api* api) {
   resolve("ncclEpUpdateHandle", &api->ncclEpUpdateHandle);
   resolve("ncclEpDispatch", &api->ncclEpDispatch);
   resolve("ncclEpCombine", &api->ncclEpCombine);
+  resolve("ncclEpGetAsyncError", &api->ncclEpGetAsyncError);
   if (api->ncclEpGetVersion != nullptr) (void)api->ncclEpGetVersion(&api->version);
   api->path = nccl::loaded_path(reinterpret_cast<void*>(api->ncclEpGetVersion));
   if (missing.empty() && api->version >= kMinimumVersion) return Status();

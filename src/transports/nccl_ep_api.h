@@ -152,6 +152,7 @@ struct Api {
                                  nvte_ep_stream_t stream);
   nccl::Result (*ncclEpCombine)(Handle handle, const CombineInputs* inputs, const CombineOutputs* outputs,
                                 const CombineConfig* config, nvte_ep_stream_t stream);
+  nccl::Result (*ncclEpGetAsyncError)(Group group, int* error);
 };
 
 // NCCL 2.30.7 or newer and NCCL EP: what is in the process already, else NVTE_EP_NCCL_EP_LIBRARY, else the nccl-extensions

@@ -26,6 +26,13 @@ inline int64_t max_slots(const GroupSettings& settings) {
   return std::max(settings.recv_capacity, max_tokens(settings));
 }
 
+// NCCL EP wants a multiple of experts in all: every rank gets as many more, without tokens, as that takes.
+inline int32_t padded_local_experts(const GroupSettings& settings, int32_t size) {
+  int32_t local = settings.num_experts / size;
+  while (local * size % nccl_ep::kExpertMultiple != 0) ++local;
+  return local;
+}
+
 inline int data_type(DType dtype) {
   switch (dtype) {
     case DType::kBFloat16:

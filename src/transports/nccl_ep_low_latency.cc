@@ -1,5 +1,6 @@
 #include "transports/nccl_ep_low_latency.h"
 
+#include <cstdlib>
 #include <utility>
 #include <vector>
 
@@ -11,19 +12,26 @@ namespace {
 
 // Above, high-throughput mode is faster, and this mode's memory large.
 constexpr int64_t kMaxTokens = 128;
+constexpr bool kWantedByDefault = false;
 // What its kernels are made for.
-constexpr int64_t kHiddenMultiple = 128;
-constexpr int64_t kRowMultiple = 32;
+constexpr int64_t kHiddenMultiple = 512;
+constexpr int64_t kMaxHidden = 8192;
+constexpr int64_t kRowMultiple = 512;  // bytes
 constexpr int64_t kExpertsPerSm = 14;
 
 }  // namespace
 
+bool low_latency_wanted() {
+  const char* value = std::getenv("NVTE_EP_NCCL_EP_LOW_LATENCY");
+  return value != nullptr && value[0] != '\0' ? value[0] != '0' : kWantedByDefault;
+}
+
 bool low_latency_fits(const GroupSettings& settings, int32_t size) {
   const bool small = settings.max_tokens_per_rank <= kMaxTokens && !settings.eager() && !settings.zero_copy;
-  const bool shape =
-      settings.hidden % kHiddenMultiple == 0 && max_tokens(settings) * (settings.num_experts / size) % 4 == 0;
-  return small && shape &&
-         (settings.num_sms == 0 || settings.num_experts <= kExpertsPerSm * settings.num_sms);
+  const bool shape = settings.hidden % kHiddenMultiple == 0 && settings.hidden <= kMaxHidden;
+  const int64_t experts = int64_t{padded_local_experts(settings, size)} * size;
+  return low_latency_wanted() && small && shape &&
+         (settings.num_sms == 0 || experts <= kExpertsPerSm * settings.num_sms);
 }
 
 int64_t low_latency_row_bytes(int64_t row_bytes, int32_t top_k) {
@@ -45,7 +53,7 @@ Status NcclEpLowLatency::open() {
                  "ncclEpHandleMemSize (low latency)", nullptr);
   }));
   NVTE_EP_TRY(memory_.reserve(backend, static_cast<int64_t>(bytes)));
-  NVTE_EP_TRY(counts_.reserve(backend, int64_t{group.num_experts} / ranks_->size() * 4));
+  NVTE_EP_TRY(counts_.reserve(backend, int64_t{ranks_->kept_experts()} * 4));
   NVTE_EP_TRY(place_.reserve(backend, group.recv_capacity * 8));
   const std::vector<float> ones(static_cast<size_t>(max_tokens(group) * settings_.top_k), 1.0f);
   const int64_t ones_bytes = static_cast<int64_t>(ones.size()) * 4;
@@ -107,7 +115,7 @@ Status NcclEpLowLatency::dispatch(const DispatchCall& call, int32_t format, cons
   tag.top_k = settings_.top_k;
   NVTE_EP_TRY(backend->tag_rows(tag, stream));
 
-  const int64_t experts = ranks_->settings().num_experts / ranks_->size();
+  const int64_t experts = ranks_->kept_experts();
   Array in_rows(send, nccl::kBfloat16, {tokens_, stride / 2});
   Array out_rows(came, nccl::kBfloat16, {experts, rows_per_expert(), stride / 2});
   Array counts(counts_.as<void>(), nccl::kInt32, {experts});
@@ -161,7 +169,7 @@ bool NcclEpLowLatency::can_combine(const ReturnRows& call) const {
 
 Status NcclEpLowLatency::combine(const TensorView& slots, void* sums, nvte_ep_stream_t stream) {
   const int64_t hidden = slots.columns();
-  const int64_t experts = ranks_->settings().num_experts / ranks_->size();
+  const int64_t experts = ranks_->kept_experts();
   uint8_t* back = static_cast<uint8_t*>(ranks_->low_latency_rows());
   ScatterRows scatter{};
   scatter.rows = slots;

@@ -11,7 +11,9 @@
 
 namespace nvte_ep {
 
-// Whether a group of these settings works in this mode.
+// Whether groups that fit work in this mode: the environment variable NVTE_EP_NCCL_EP_LOW_LATENCY, 0 or 1.
+bool low_latency_wanted();
+// Whether a group of these settings does.
 bool low_latency_fits(const GroupSettings& settings, int32_t size);
 // A row with its trailer.
 int64_t low_latency_row_bytes(int64_t row_bytes, int32_t top_k);

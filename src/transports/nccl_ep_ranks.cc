@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <mutex>
 #include <numeric>
+#include <optional>
 
 #include "transports/nccl.h"
 #include "transports/nccl_ep_low_latency.h"
@@ -19,12 +20,35 @@ namespace {
 constexpr const char* kExchangeSms = "NCCL_EP_COMM_SMS";
 constexpr const char* kExchangeSmsDefault = "32";
 
+// Chooses it for the groups that are created while an object of this class lives, unless the environment does. Several threads
+// may create groups at a time, and have to where they are the ranks of one.
+class ExchangeSms {
+ public:
+  ExchangeSms() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (users_++ > 0) return;
+    chosen_ = std::getenv(kExchangeSms) == nullptr;
+    if (chosen_) setenv(kExchangeSms, kExchangeSmsDefault, 1);
+  }
+  ~ExchangeSms() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (--users_ == 0 && chosen_) unsetenv(kExchangeSms);
+  }
+  ExchangeSms(const ExchangeSms&) = delete;
+  ExchangeSms& operator=(const ExchangeSms&) = delete;
+
+ private:
+  inline static std::mutex mutex_;
+  inline static int users_ = 0;
+  inline static bool chosen_ = false;
+};
+
 }  // namespace
 
 NcclEpRanks::~NcclEpRanks() { close(); }
 
 Status NcclEpRanks::open(NcclCommunicator* base) {
-  NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL_EP));
+  NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL_EP, low_latency_wanted()));
   // AUTO goes on to the next transport where one rank cannot take part.
   NVTE_EP_TRY(ranks_.settle("group_create", nccl_ep::load(&api_), nullptr));
   NVTE_EP_TRY(backend_->preload());
@@ -45,39 +69,50 @@ Status NcclEpRanks::open(NcclCommunicator* base) {
 Status NcclEpRanks::create_group() {
   nccl_ep::GroupConfig config;
   config.algorithm = nccl_ep::kHighThroughput;
-  config.num_experts = static_cast<unsigned>(settings_.num_experts);
+  config.num_experts = static_cast<unsigned>(kept_experts() * ranks_.size());
   config.max_dispatch_tokens_per_rank = static_cast<unsigned>(max_tokens(settings_));
   config.max_recv_tokens_per_rank = settings_.eager() ? 0 : static_cast<unsigned>(max_slots(settings_));
   config.max_token_bytes = static_cast<unsigned>(token_bytes(settings_));
   config.num_topk = static_cast<unsigned>(settings_.max_top_k);
   config.max_num_sms = static_cast<unsigned>(settings_.num_sms);
   config.zero_copy = settings_.zero_copy ? nccl_ep::kZeroCopyOn : nccl_ep::kZeroCopyAuto;
-  // Its environment is read here, and nowhere else.
-  static std::mutex mutex;
-  const std::lock_guard<std::mutex> lock(mutex);
-  const bool choose = settings_.num_sms == 0 && std::getenv(kExchangeSms) == nullptr;
-  if (choose) setenv(kExchangeSms, kExchangeSmsDefault, 1);
-  const nccl::Result result = api_->ncclEpCreateGroup(&group_, ranks_.comm(), &config);
-  if (choose) unsetenv(kExchangeSms);
-  return check(ranks_.api(), result, "ncclEpCreateGroup", ranks_.comm());
+  std::optional<ExchangeSms> sms;
+  if (settings_.num_sms == 0) sms.emplace();
+  return check(ranks_.api(), api_->ncclEpCreateGroup(&group_, ranks_.comm(), &config), "ncclEpCreateGroup",
+               ranks_.comm());
 }
 
 Status NcclEpRanks::open_low_latency() {
   const int64_t row_bytes = low_latency_row_bytes(token_bytes(settings_), settings_.max_top_k);
   nccl_ep::GroupConfig config;
   config.algorithm = nccl_ep::kLowLatency;
-  config.num_experts = static_cast<unsigned>(settings_.num_experts);
+  config.num_experts = static_cast<unsigned>(kept_experts() * ranks_.size());
   config.max_dispatch_tokens_per_rank = static_cast<unsigned>(max_tokens(settings_));
   config.max_token_bytes = static_cast<unsigned>(row_bytes);
   config.num_topk = static_cast<unsigned>(settings_.max_top_k);
   config.max_num_sms = static_cast<unsigned>(settings_.num_sms);
+  // Its kernels end when a peer does not come in time; without this they would trap.
+  config.enable_mask = 1;
+  config.timeout_ns = static_cast<uint64_t>(settings_.timeout_ns);
   NVTE_EP_TRY(backend_->with_device([&] {
     return check(ranks_.api(), api_->ncclEpCreateGroup(&low_latency_group_, ranks_.comm(), &config),
                  "ncclEpCreateGroup (low latency)", ranks_.comm());
   }));
   NVTE_EP_TRY(low_latency_send_rows_.reserve(backend_, max_tokens(settings_) * row_bytes));
   // Every expert may get all tokens of all ranks.
-  return low_latency_rows_.reserve(backend_, settings_.num_experts * max_tokens(settings_) * row_bytes);
+  return low_latency_rows_.reserve(
+      backend_, int64_t{kept_experts()} * ranks_.size() * max_tokens(settings_) * row_bytes);
+}
+
+Status NcclEpRanks::failure(int32_t* rank) {
+  *rank = -1;
+  NVTE_EP_TRY(ranks_.failure());
+  int late = 0;
+  if (low_latency_group_ != nullptr) (void)api_->ncclEpGetAsyncError(low_latency_group_, &late);
+  if (late == 0) return Status();
+  return ranks_.fail(NVTE_EP_STATUS_TIMEOUT,
+                     text("a peer did not arrive within ", static_cast<double>(settings_.timeout_ns) * 1e-9,
+                          " s (NCCL EP does not tell which)"));
 }
 
 void NcclEpRanks::close() {

@@ -38,14 +38,12 @@ class NcclEpRanks : public RoutingRanks {
   }
   Status open_slots(const HandleSettings& settings, const Route& route,
                     std::unique_ptr<SlotExchange>* slots) override;
+  int32_t kept_experts() const override { return padded_local_experts(settings_, ranks_.size()); }
   Status agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream) override {
     return ranks_.agree(step, mine, stream);
   }
   Status wait(const char* step, nvte_ep_stream_t stream) override { return ranks_.wait(step, stream); }
-  Status failure(int32_t* rank) override {
-    *rank = -1;
-    return ranks_.failure();
-  }
+  Status failure(int32_t* rank) override;
   Status check_clock() override { return ranks_.check_watch(); }
   void abort(const std::string& message) override { ranks_.abort(message); }
   void close() override;

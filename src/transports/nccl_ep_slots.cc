@@ -86,33 +86,36 @@ Status NcclEpSlots::dispatch(const DispatchCall& call, const RoutingView& routin
   const int64_t hidden = ranks_->settings().hidden;
   const int32_t format = call.backward ? settings_.combine_backward : settings_.dispatch;
   const int64_t row_bytes = row_layout(*find_format(format), hidden).row_bytes;
-  const bool low_latency = low_latency_ != nullptr;
-  const void* rows = nullptr;
-  if (!low_latency) NVTE_EP_TRY(rows_to_send(call, format, row_bytes, &rows, stream));
-
   // Rows that are wanted as they travel land in the caller's memory.
   const bool as_they_travel = call.receive == NVTE_EP_RECEIVE_ROWS ||
                               (call.receive == NVTE_EP_RECEIVE_DECODED && format == NVTE_EP_FORMAT_BF16 &&
                                call.received.dtype == DType::kBFloat16 && !call.is_weighted());
-  const bool direct = as_they_travel &&
-                      call.received.stride * dtype_bytes(call.received.dtype) == row_bytes &&
-                      is_aligned(call.received.data);
-  if (low_latency) {
-    if (as_they_travel) return low_latency_->dispatch(call, format, call.received, slots_, stream);
-    TensorView received{nullptr, DType::kUInt8, ranks_->settings().device, 2, {slots_, row_bytes}, row_bytes};
+  TensorView received = call.received;
+  if (!as_they_travel) {
+    received =
+        TensorView{nullptr, DType::kUInt8, ranks_->settings().device, 2, {slots_, row_bytes}, row_bytes};
     NVTE_EP_TRY(ranks_->slot_rows(slots_, &received.data));
-    NVTE_EP_TRY(low_latency_->dispatch(call, format, received, slots_, stream));
-    return receive_rows(ranks_->backend(), format,
-                        packed_rows(format, received.data, row_bytes, slots_, hidden), routing, call, stream);
   }
-  void* slots = call.received.data;
+  if (low_latency_ != nullptr) {
+    NVTE_EP_TRY(low_latency_->dispatch(call, format, received, slots_, stream));
+  } else {
+    NVTE_EP_TRY(high_throughput(call, format, row_bytes, received, stream));
+  }
+  if (as_they_travel) return Status();
+  return receive_rows(ranks_->backend(), format,
+                      packed_rows(format, received.data, row_bytes, slots_, hidden), routing, call, stream);
+}
+
+// Rows of the wire format to received, which may be strided.
+Status NcclEpSlots::high_throughput(const DispatchCall& call, int32_t format, int64_t row_bytes,
+                                    const TensorView& received, nvte_ep_stream_t stream) {
+  const void* rows = nullptr;
+  NVTE_EP_TRY(rows_to_send(call, format, row_bytes, &rows, stream));
+  const bool direct = received.stride * dtype_bytes(received.dtype) == row_bytes && is_aligned(received.data);
+  void* slots = received.data;
   if (!direct) NVTE_EP_TRY(ranks_->slot_rows(slots_, &slots));
   NVTE_EP_TRY(exchange(call, rows, slots, row_bytes, stream));
-  if (direct) return Status();
-  return as_they_travel
-             ? spread(slots, row_bytes, call.received, stream)
-             : receive_rows(ranks_->backend(), format, packed_rows(format, slots, row_bytes, slots_, hidden),
-                            routing, call, stream);
+  return direct ? Status() : spread(slots, row_bytes, received, stream);
 }
 
 Status NcclEpSlots::return_rows(const ReturnRows& call, nvte_ep_stream_t stream) {

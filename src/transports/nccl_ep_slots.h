@@ -30,6 +30,8 @@ class NcclEpSlots : public SlotExchange {
   IndexView slot_count() const { return IndexView{route_.totals, true}; }
 
   Status update(nvte_ep_stream_t stream);
+  Status high_throughput(const DispatchCall& call, int32_t format, int64_t row_bytes,
+                         const TensorView& received, nvte_ep_stream_t stream);
   Status rows_to_send(const DispatchCall& call, int32_t format, int64_t row_bytes, const void** rows,
                       nvte_ep_stream_t stream);
   Status exchange(const DispatchCall& call, const void* rows, void* slots, int64_t row_bytes,

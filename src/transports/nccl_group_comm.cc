@@ -12,7 +12,8 @@ namespace nvte_ep {
 using nccl::check;
 using Clock = std::chrono::steady_clock;
 
-Status NcclGroupComm::open(NcclCommunicator* base, const GroupSettings& settings, int32_t transport) {
+Status NcclGroupComm::open(NcclCommunicator* base, const GroupSettings& settings, int32_t transport,
+                           int32_t mode) {
   NVTE_EP_TRY(watch_.open());
   base_ = base;
   NVTE_EP_TRY(backend_->with_device([&] {
@@ -21,6 +22,7 @@ Status NcclGroupComm::open(NcclCommunicator* base, const GroupSettings& settings
   }));
   std::vector<Agreed> agreement = group_agreement(settings);
   agreement.push_back({"transport", transport});
+  agreement.push_back({"low-latency mode", mode});
   return agree("group_create", agreement, nullptr);
 }
 

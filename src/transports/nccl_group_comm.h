@@ -27,14 +27,15 @@ class NcclGroupComm {
         size_(size),
         timeout_ns_(timeout_ns),
         abort_ends_kernels_(abort_ends_kernels),
-        watch_(backend, timeout_ns) {}
+        // Kernels that end by themselves when it is time get a chance to do so.
+        watch_(backend, abort_ends_kernels ? timeout_ns : timeout_ns + timeout_ns / 4) {}
   ~NcclGroupComm() { close(); }
   NcclGroupComm(const NcclGroupComm&) = delete;
   NcclGroupComm& operator=(const NcclGroupComm&) = delete;
 
   // Splits base, so that groups do not order each other's calls. Collective. INVALID_ARGUMENT where the ranks disagree on the
-  // settings, or on the transport (NVTE_EP_TRANSPORT_*): AUTO may have chosen differently.
-  Status open(NcclCommunicator* base, const GroupSettings& settings, int32_t transport);
+  // settings, or on the transport (NVTE_EP_TRANSPORT_*), which AUTO may have chosen differently, or its mode.
+  Status open(NcclCommunicator* base, const GroupSettings& settings, int32_t transport, int32_t mode = 0);
 
   const nccl::Api& api() const { return api_; }
   nccl::Comm comm() const { return comm_; }
@@ -56,6 +57,8 @@ class NcclGroupComm {
   Status failure();
   // Looks at the clock, too: TIMEOUT where an exchange has been on the device for longer than the time-out.
   Status check_watch();
+  // Ends the group; what is in flight goes on.
+  Status fail(nvte_ep_status_t code, const std::string& message);
   // Ends the group, and with it what is in flight: the communicator is this group's own.
   void abort(const std::string& message);
   // After a failure the communicator is aborted, else destroyed; left alone for ever where kernels that nothing can end may
@@ -66,7 +69,6 @@ class NcclGroupComm {
 
  private:
   NcclGather hosts();
-  Status fail(nvte_ep_status_t code, const std::string& message);
 
   const nccl::Api& api_;
   Backend* const backend_;

@@ -54,12 +54,14 @@ struct SlotScene {
     route.in_slots = in_slots.data();
     route.slots = slots.data();
     route.kept_indices = kept.data();
+    route.kept_experts = kept_experts();
     HostBackend host(1);
     (void)host.route(route, nullptr);
   }
 
   int64_t in_use() const { return totals[0]; }
   int32_t local_experts() const { return experts / ranks; }
+  int32_t kept_experts() const { return local_experts() + 2; }
   int64_t rows_per_expert() const { return tokens * ranks; }
   int64_t stride() const { return row_bytes + kTagBytes + 16; }  // with room for the weights
 

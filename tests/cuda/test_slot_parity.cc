@@ -35,6 +35,7 @@ TEST_F(SlotParity, KeptIndices) {
     r.tokens = scene_.tokens;
     r.indices = as<int32_t>(*indices, cuda);
     r.kept_indices = as<int32_t>(kept, cuda);
+    r.kept_experts = scene_.kept_experts();
     ASSERT_TRUE(backend(cuda)->allocate(backend(cuda)->route_workspace_bytes(r), &r.workspace).ok());
     ASSERT_TRUE(backend(cuda)->route(r, nullptr).ok());
     ASSERT_CUDA(cudaDeviceSynchronize());

@@ -41,6 +41,7 @@ class Setup:
     def __str__(self) -> str:
         kind = "eager" if self.capacity == 0 else f"capacity {self.capacity}"
         kind += f", T {max(self.tokens)}" if max(self.tokens) > 128 else ""
+        kind += f", E {self.experts}" if self.experts % 4 else ""
         kind += ", zero copy" if self.zero_copy else ""
         return f"{self.ranks} ranks, {self.dispatch}, {self.dtype}, H {self.hidden}, {kind}"
 
@@ -280,7 +281,7 @@ def require_nccl_ep() -> None:
 COMPILE_TIMEOUT = 240.0
 
 
-# Up to 128 tokens a rank NCCL EP runs in low-latency mode where it can, above in high-throughput mode.
+# NCCL EP's high-throughput mode at more tokens than its low-latency mode takes, and what only the former has.
 HIGH_THROUGHPUT = [
     Setup(1, (170,), capacity=1024),
     Setup(2, (170, 33), capacity=1024),
@@ -288,15 +289,15 @@ HIGH_THROUGHPUT = [
     Setup(2, (170, 33), dispatch="bf16", combine_backward="bf16", dtype="float32", capacity=1024),
     Setup(2, (170, 33), capacity=192, overflow="drop"),
     Setup(2, (170, 33), capacity=1024, zero_copy=True),
+    Setup(2, (170, 33), experts=6, capacity=1024),  # not a multiple of 4
     Setup(4, (131, 128, 0, 17), experts=16, capacity=1024),
 ]
 
 
-@pytest.mark.parametrize("setup", [*SETUPS, *HIGH_THROUGHPUT], ids=str)
-def test_nccl_ep_processes(setup: Setup) -> None:
+def run_nccl_ep(setup: Setup, low_latency: bool) -> None:
     require_nccl_ep()
     expected = run_threads(setup.ranks, step, setup, "threads", "threads", "cpu")
-    environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NVTE_EP_NCCL_EP_LOW_LATENCY": str(int(low_latency))}
     got = run_processes(
         setup.ranks,
         step,
@@ -308,3 +309,16 @@ def test_nccl_ep_processes(setup: Setup) -> None:
         timeout=COMPILE_TIMEOUT,
     )
     compare(setup, expected, got)
+
+
+@pytest.mark.parametrize("setup", [*HIGH_THROUGHPUT, *SETUPS], ids=str)
+def test_nccl_ep_processes(setup: Setup) -> None:
+    run_nccl_ep(setup, low_latency=False)
+
+
+# What does not fit (eager, H 2880) runs in high-throughput mode all the same.
+@pytest.mark.parametrize(
+    "setup", [setup for setup in SETUPS if setup.capacity and setup.hidden == 512], ids=str
+)
+def test_nccl_ep_low_latency(setup: Setup) -> None:
+    run_nccl_ep(setup, low_latency=True)

@@ -648,6 +648,63 @@ def test_nccl_versions(number: int, text: str) -> None:
     assert _probe.version_text(number) == text
 
 
+def test_doctor_describes_nccl_ep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NVTE_EP_NCCL_EP_LIBRARY", raising=False)
+    monkeypatch.setenv("NCCL_EP_JIT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(doctor, "installed", lambda *names: None)
+    (missing,) = doctor.examine_nccl_ep()
+    assert missing.state == doctor.ABSENT and "pip install nccl-extensions" in missing.remedy
+
+    monkeypatch.setattr(doctor, "installed", lambda *names: ("nccl-extensions", "0.1.0"))
+    wheel, kernels = doctor.examine_nccl_ep()
+    assert wheel.detail == "nccl-extensions 0.1.0"
+    assert kernels.detail == f"0 compiled, in {tmp_path}" and "--warm" in kernels.remedy
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "kernel.cubin").touch()
+    assert (
+        doctor.examine_nccl_ep()[1].detail.startswith("1 compiled") and not doctor.examine_nccl_ep()[1].remedy
+    )
+
+    monkeypatch.setenv("NVTE_EP_NCCL_EP_LIBRARY", "/x/libnccl_ep.so")
+    assert "/x/libnccl_ep.so" in doctor.examine_nccl_ep()[0].detail
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--warm", "64,512"], "expected T,H,K,E"),
+        (["--warm", "64,512,3,eight"], "expected T,H,K,E"),
+        (["--warm", "64,512,3,8", "--ranks", "0"], "--ranks: expected 1 or more"),
+        (["--warm", "64,512,3,8", "--formats", "fp5"], "--formats"),
+    ],
+)
+def test_doctor_refuses_a_shape(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *arguments]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_doctor_warms_every_shape(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs: list[tuple[list[str], int]] = []
+
+    def launch(command: list[str], ranks: int, *, environment: dict[str, str]) -> int:
+        assert environment == {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+        jobs.append((command, ranks))
+        return len(jobs) - 1  # the second fails
+
+    monkeypatch.setattr(doctor, "cuda_reason", lambda: None)
+    monkeypatch.setattr(doctor._warm.job, "launch", launch)
+    shapes = ["--warm", "4096,7168,8,64", "--warm", "128,7168,8,64,16"]
+    assert main(["doctor", *shapes, "--ranks", "2", "--formats", "bf16,nvfp4"]) == 1
+    assert [ranks for _, ranks in jobs] == [2, 2]
+    wanted = json.loads(jobs[1][0][-1])
+    assert wanted["tokens"] == 128 and wanted["alignment"] == 16 and wanted["formats"] == ["bf16", "nvfp4"]
+    assert "ended with 1" in capsys.readouterr().out
+
+
 def test_doctor_finds_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()

@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 
 import nvte_ep
-from nvte_ep.commands import _probe
+from nvte_ep.commands import _probe, _warm
 from nvte_ep.commands._checks import Checks, Sending, pack, unpack
 from nvte_ep.commands._numerics import Error
 from nvte_ep.commands._ranks import on_ranks
-from nvte_ep.commands._report import pairs, print_json, size
+from nvte_ep.commands._report import UsageError, pairs, print_json, size
+from nvte_ep.commands.bench_machine import cuda_reason
 from nvte_ep.errors import NvteEpError
 
 OK, ABSENT, PROBLEM = "ok", "absent", "problem"
@@ -68,6 +69,20 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument(
+        "--warm",
+        metavar="T,H,K,E",
+        action="append",
+        default=[],
+        help="let NCCL EP compile its kernels for T tokens a rank, hidden H, top_k K and E experts now; "
+        "a fifth number is the alignment (128); may be given several times",
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help="of --warm: 1 or as many as you run"
+    )
+    parser.add_argument(
+        "--formats", default="nvfp4", metavar="LIST", help="of --warm: what travels, e.g. bf16,nvfp4"
+    )
 
 
 # ---- the library ---------------------------------------------------------------------------------
@@ -277,18 +292,53 @@ def examine_nccl(answer: dict[str, Any]) -> list[Finding]:
             )
         )
     found += [Finding("pinned by", OK, pin) for pin in pins]
+    found += examine_nccl_ep()
+    return found
+
+
+def examine_nccl_ep() -> list[Finding]:
+    """The wheel, and where its kernels are kept. Whether it can be used, and what is missing if not, is among
+    the transports of the library."""
     extensions = installed(*NCCL_EP_PACKAGES)
-    if extensions is None:
-        found.append(
-            Finding(
-                "NCCL EP",
-                ABSENT,
-                "no nccl-extensions",
-                "only for the transport nccl_ep: pip install nccl-extensions",
-            )
-        )
+    configured = os.environ.get("NVTE_EP_NCCL_EP_LIBRARY")
+    if configured:
+        found = [Finding("NCCL EP", OK, f"{configured} (NVTE_EP_NCCL_EP_LIBRARY)")]
+    elif extensions is not None:
+        found = [Finding("NCCL EP", OK, f"{extensions[0]} {extensions[1]}")]
     else:
-        found.append(Finding("NCCL EP", OK, f"{extensions[0]} {extensions[1]}"))
+        remedy = "only for the transport nccl_ep: pip install nccl-extensions"
+        return [Finding("NCCL EP", ABSENT, "no nccl-extensions", remedy)]
+    folder = _warm.cache_folder()
+    kernels = _warm.count_kernels(folder)
+    remedy = (
+        "" if kernels else "it compiles at first use, about 20 s: nvte-ep doctor --warm T,H,K,E does it now"
+    )
+    return [*found, Finding("NCCL EP kernels", OK, f"{kernels} compiled, in {folder}", remedy)]
+
+
+def warm_up(arguments: argparse.Namespace) -> list[Finding]:
+    """NCCL EP's kernels for the shapes of --warm."""
+    if arguments.ranks < 1:
+        raise UsageError(f"--ranks: expected 1 or more, got {arguments.ranks}")
+    formats = tuple(arguments.formats.split(","))
+    unknown = [name for name in formats if name not in nvte_ep.format_info()]
+    if unknown:
+        raise UsageError(
+            f"--formats: expected some of {', '.join(nvte_ep.format_info())}, got {unknown[0]!r}"
+        )
+    shapes = {text: _warm.Wanted.parse(text, formats) for text in arguments.warm}
+    reason = cuda_reason()
+    if reason is not None:
+        raise UsageError(f"--warm: needs a GPU: {reason}")
+    found = []
+    for text, wanted in shapes.items():
+        code, seconds = _warm.warm(wanted, arguments.ranks)
+        kernels = _warm.count_kernels(_warm.cache_folder())
+        detail = f"{arguments.ranks} ranks, {seconds:.0f} s, {kernels} kernels in {_warm.cache_folder()}"
+        if code == 0:
+            found.append(Finding(f"warm {text}", OK, detail))
+        else:
+            found.append(Finding(f"warm {text}", PROBLEM, f"{detail}; a rank ended with {code}, see above"))
     return found
 
 
@@ -389,8 +439,18 @@ def examine() -> dict[str, list[Finding]]:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.warm:
+        sections = {"warm-up": warm_up(arguments)}
+        return report(sections, all(f.state == OK for f in sections["warm-up"]), arguments)
     sections = examine()
     passed = all(finding.state == OK for finding in sections["self test"])
+    code = report(sections, passed, arguments)
+    if not arguments.json:
+        print("\n" + ("The self test passed." if passed else "The self test FAILED."))
+    return code
+
+
+def report(sections: dict[str, list[Finding]], passed: bool, arguments: argparse.Namespace) -> int:
     if arguments.json:
         body = {name: [asdict(finding) for finding in findings] for name, findings in sections.items()}
         print_json({"command": "doctor", "ok": passed, "sections": body})
@@ -402,5 +462,4 @@ def run(arguments: argparse.Namespace) -> int:
             print("\n".join(pairs([(label, finding.detail)], margin=26)))
             if finding.remedy:
                 print("\n".join(pairs([("", f"-> {finding.remedy}")], margin=26)))
-    print("\n" + ("The self test passed." if passed else "The self test FAILED."))
     return 0 if passed else 1

@@ -243,7 +243,9 @@ __device__ void assign_chunk(const Route& r, const Workspace& w, int64_t chunk, 
       if (c.rank == r.rank) {
         const int64_t holder = address >> kSlotBits;
         if (r.slots) r.slots[i] = address;
-        if (r.kept_indices) r.kept_indices[i] = address < 0 ? -1 : expert;
+        if (r.kept_indices) {
+          r.kept_indices[i] = address < 0 ? -1 : expert / local * r.kept_experts + expert % local;
+        }
         if (r.rank_choices) r.rank_choices[i] = address < 0 ? SlotAddress{-1} : (holder << kSlotBits) | i;
         if (r.rank_rows && address >= 0) {
           r.rank_rows[i / r.top_k * r.num_ranks + holder] = (holder << kSlotBits) | (i / r.top_k);
