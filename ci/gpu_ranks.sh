@@ -99,7 +99,7 @@ for part in ${parts//,/ }; do
     suites)
       suite=("$python" -m pytest -p no:cacheprovider -v --tb=short -o faulthandler_timeout=120 -o junit_family=xunit1
         --durations 15)
-      names=(steps capture failures programs identities)
+      names=(steps capture programs identities failures)
       [[ $quick -eq 1 ]] || names+=(checklist fidelity gradients routing_properties stochastic)
       tests=("${names[@]/#/tests/distributed/test_}")
       tests=("${tests[@]/%/.py}")
