@@ -122,7 +122,7 @@ for part in ${parts//,/ }; do
       [[ $several -le $gpus ]] || soak+=(--iterations 100)  # they take turns on a GPU
       for memory in windows ipc; do
         export NVTE_EP_PEER_MEMORY="$memory"
-        step "soak_$memory" 45 "${soak[@]}" --kind processes --seconds 15
+        step "soak_$memory" 45 "${soak[@]}" --kind processes --seconds "$((quick ? 4 : 15))"
         step "killed_peer_$memory" 30 "${soak[@]}" --kind processes --timeout 2 --kill 1
         step "stalled_peer_$memory" 30 "${soak[@]}" --kind processes --timeout 2 --stall 1
       done
