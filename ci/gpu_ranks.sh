@@ -99,7 +99,7 @@ for part in ${parts//,/ }; do
     suites)
       suite=("$python" -m pytest -p no:cacheprovider -v --tb=short -o faulthandler_timeout=120 -o junit_family=xunit1
         --durations 15)
-      names=(steps capture failures programs identities)
+      names=(steps capture programs identities failures)
       [[ $quick -eq 1 ]] || names+=(checklist fidelity gradients routing_properties stochastic)
       tests=("${names[@]/#/tests/distributed/test_}")
       tests=("${tests[@]/%/.py}")
@@ -122,7 +122,7 @@ for part in ${parts//,/ }; do
       [[ $several -le $gpus ]] || soak+=(--iterations 100)  # they take turns on a GPU
       for memory in windows ipc; do
         export NVTE_EP_PEER_MEMORY="$memory"
-        step "soak_$memory" 45 "${soak[@]}" --kind processes --seconds 15
+        step "soak_$memory" 45 "${soak[@]}" --kind processes --seconds "$((quick ? 4 : 15))"
         step "killed_peer_$memory" 30 "${soak[@]}" --kind processes --timeout 2 --kill 1
         step "stalled_peer_$memory" 30 "${soak[@]}" --kind processes --timeout 2 --stall 1
       done

@@ -109,7 +109,8 @@ class Transport:
         if case.hidden > 64 or case.experts > 64 or case.top_k > 8 or case.max_tokens > 128:
             return None
         # Room for more than the small batches that have kernels of their own.
-        return dataclasses.replace(case, hidden=512, experts=max(8, 4 * case.ranks), room_for_tokens=170)
+        shape = {"hidden": 512, "experts": max(8, 4 * case.ranks), "top_k": 3, "room_for_tokens": 170}
+        return dataclasses.replace(case, **shape)
 
     def sum_format(self, format: str) -> str:
         """How sums travel where a case asks for this wire format."""
