@@ -71,9 +71,13 @@ constexpr int kMaxFastExponent = 103;
 // True where encode_fast takes a block without NaN and infinity, under an exponent that is not too large: not where its
 // scale came out 0 or was cut off at 448.
 template <typename Token, bool kStochastic>
-__device__ __forceinline__ bool is_fast(float amax, float prepared) {
+__device__ __forceinline__ bool is_within_codes(float amax, float prepared) {
   constexpr float kScale = kInHalves<Token, kStochastic> ? kHalvesScale : 1.0f;
-  return (kHardwareE2m1 && !kStochastic) || mul_rn(amax, prepared) < kFastLimit * kScale;
+  return mul_rn(amax, prepared) < kFastLimit * kScale;
+}
+template <typename Token, bool kStochastic>
+__device__ __forceinline__ bool is_fast(float amax, float prepared) {
+  return (kHardwareE2m1 && !kStochastic) || is_within_codes<Token, kStochastic>(amax, prepared);
 }
 
 // Codes of a block. random: the 16 bytes of the block's draw, for kStochastic.

@@ -303,7 +303,7 @@ __device__ __forceinline__ void encode_columns(const Band& b, Stage* stage, cons
         encode_fast<Bf16Token, kStochastic>(y, prepared, random.word);
     slot[kSlotScales + block] = static_cast<uint8_t>(scale);
     // A scale of 0, or cut off at 448.
-    if (!is_fast<Bf16Token, kStochastic>(amax, prepared)) left |= 1u << block;
+    if (!is_within_codes<Bf16Token, kStochastic>(amax, prepared)) left |= 1u << block;
     __syncwarp();  // the results are read
   }
   if (__any_sync(kAllLanes, left != 0) != 0) {  // rare
