@@ -32,6 +32,7 @@ struct Work {
   int32_t stretch;    // chunks that a lane sums
   int32_t stretches;  // of a token
   int64_t items;
+  __host__ __device__ int64_t blocks() const { return (items + kWarps - 1) / kWarps; }
   int slot_alignment, result_alignment;
 };
 
@@ -164,52 +165,58 @@ __device__ __forceinline__ bool gives_values(const CombineArguments& c) {
   return c.slot_values != nullptr || c.maps.totals[0] == 0;
 }
 
+// A warp: a stretch of the partial row of another rank's token.
+template <typename Token, bool kMxfp8>
+__device__ __forceinline__ void partial_item(const Work& w, uint32_t now, int64_t item) {
+  const CombineArguments& c = w.c;
+  const RouteMaps& m = c.maps;
+  if (item >= w.items) return;
+  const int64_t elements = static_cast<int64_t>(c.chunks) * Elements<Token>::kCount;
+  const int stretch = static_cast<int>(item % w.stretches);
+  const int32_t other = static_cast<int32_t>(item / w.stretches % (m.size - 1));
+  const int64_t token = item / w.stretches / (m.size - 1);
+  const int32_t rank = other < m.rank ? other : other + 1;
+  const int32_t* slots = m.row_slots + (static_cast<int64_t>(rank) * m.tokens + token) * m.top_k;
+  const Choice first = choice_of(c, slots, lane_id());
+  bool any = __ballot_sync(kAllLanes, first.slot >= 0) != 0;
+  for (int k = kWarp; k < m.top_k; k += kWarp) {
+    any |= __ballot_sync(kAllLanes, k + lane_id() < m.top_k && slots[k + lane_id()] >= 0) != 0;
+  }
+  if (!any) return;
+  const int64_t place = static_cast<int64_t>(other) * m.tokens + token;
+  if (c.send_values && c.slot_values != nullptr && stretch == 0) {
+    float* values = c.pools.to_write<float>(c.values.area, now) + place * m.top_k;
+    for (int k = lane_id(); k < m.top_k; k += kWarp) {
+      if (slots[k] >= 0) values[k] = c.slot_values[slots[k]];
+    }
+  }
+  uint8_t* row = c.pools.to_write<uint8_t>(c.outbox, now) + place * w.partial_bytes;
+#pragma unroll 1
+  for (int i = 0; i < w.stretch; ++i) {
+    const int chunk = (stretch * w.stretch + i) * kWarp + lane_id();
+    if (chunk - lane_id() >= c.chunks) break;
+    const bool live = chunk < c.chunks;
+    Elements<Token> sum;
+    sum_slots(w, slots, first, (c.first_chunk + chunk) * int64_t{16}, live, &sum);
+    if constexpr (kMxfp8) {
+      store_mxfp8(sum, row, elements, chunk, live);
+    } else {
+      if (live) sum.store(row + chunk * int64_t{16}, 16);
+    }
+  }
+}
+
 template <typename Token, bool kMxfp8>
 __global__ void __launch_bounds__(kThreads) partial_rows(const Work w) {
   const CombineArguments& c = w.c;
-  const RouteMaps& m = c.maps;
   wait_for_kernel_before();
   let_next_kernel_start();
   const uint32_t now = *c.pools.epoch;
-  const int64_t elements = static_cast<int64_t>(c.chunks) * Elements<Token>::kCount;
   if (c.send_values && blockIdx.x == 0 && threadIdx.x == 0) {
     *c.pools.to_write<uint32_t>(c.values.given, now) = gives_values(c);
   }
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id(); item < w.items;
-       item += static_cast<int64_t>(gridDim.x) * kWarps) {
-    const int stretch = static_cast<int>(item % w.stretches);
-    const int32_t other = static_cast<int32_t>(item / w.stretches % (m.size - 1));
-    const int64_t token = item / w.stretches / (m.size - 1);
-    const int32_t rank = other < m.rank ? other : other + 1;
-    const int32_t* slots = m.row_slots + (static_cast<int64_t>(rank) * m.tokens + token) * m.top_k;
-    const Choice first = choice_of(c, slots, lane_id());
-    bool any = __ballot_sync(kAllLanes, first.slot >= 0) != 0;
-    for (int k = kWarp; k < m.top_k; k += kWarp) {
-      any |= __ballot_sync(kAllLanes, k + lane_id() < m.top_k && slots[k + lane_id()] >= 0) != 0;
-    }
-    if (!any) continue;
-    if (c.send_values && c.slot_values != nullptr && stretch == 0) {
-      float* values = c.pools.to_write<float>(c.values.area, now) +
-                      (static_cast<int64_t>(other) * m.tokens + token) * m.top_k;
-      for (int k = lane_id(); k < m.top_k; k += kWarp) {
-        if (slots[k] >= 0) values[k] = c.slot_values[slots[k]];
-      }
-    }
-    uint8_t* row = c.pools.to_write<uint8_t>(c.outbox, now) +
-                   (static_cast<int64_t>(other) * m.tokens + token) * w.partial_bytes;
-#pragma unroll 1
-    for (int i = 0; i < w.stretch; ++i) {
-      const int chunk = (stretch * w.stretch + i) * kWarp + lane_id();
-      if (chunk - lane_id() >= c.chunks) break;
-      const bool live = chunk < c.chunks;
-      Elements<Token> sum;
-      sum_slots(w, slots, first, (c.first_chunk + chunk) * int64_t{16}, live, &sum);
-      if constexpr (kMxfp8) {
-        store_mxfp8(sum, row, elements, chunk, live);
-      } else {
-        if (live) sum.store(row + chunk * int64_t{16}, 16);
-      }
-    }
+  for (int64_t block = blockIdx.x; block < w.blocks(); block += gridDim.x) {
+    partial_item<Token, kMxfp8>(w, now, block * kWarps + warp_id());
   }
 }
 
@@ -282,84 +289,99 @@ __device__ __forceinline__ void sum_fetched(const Work& w, const Choice& mine, c
   }
 }
 
+// A warp: a stretch of one of this rank's tokens. stage: the lane's part of its shared memory.
 template <typename Token, bool kMxfp8>
-__global__ void __launch_bounds__(kThreads, 3) sum_rows(const Work w) {
-  extern __shared__ __align__(16) uint8_t stages[];
+__device__ __forceinline__ void sum_item(const Work& w, uint32_t now, int64_t item, const uint8_t* stage) {
   using E = Elements<Token>;
   const CombineArguments& c = w.c;
   const RouteMaps& m = c.maps;
+  if (item >= w.items) return;
+  const int64_t elements = static_cast<int64_t>(c.chunks) * E::kCount;
+  const int stretch = static_cast<int>(item % w.stretches);
+  const int64_t token = item / w.stretches;
+  const int32_t* slots = m.row_slots + (static_cast<int64_t>(m.rank) * m.tokens + token) * m.top_k;
+  const Choice first = choice_of(c, slots, lane_id());
+  if (c.own_values != nullptr && stretch == 0) gather_values(c, now, token);
+  const uint32_t* holders = m.holders + token * m.holder_words();
+  uint8_t* result = c.result + token * c.result_stride;
+  const bool staged = w.slot_alignment >= 16 && m.top_k <= kWarp &&
+                      __popc(__ballot_sync(kAllLanes, first.slot >= 0)) <= kStagedSlots;
+  const auto byte_of = [&](int chunk) { return (c.first_chunk + chunk) * int64_t{16}; };
+  if (staged) {
+    const int chunk = stretch * w.stretch * kWarp + lane_id();
+    fetch_slots(w, first, byte_of(chunk), chunk < c.chunks, shared_address(stage));
+  }
+#pragma unroll 1
+  for (int i = 0; i < w.stretch; ++i) {
+    const int chunk = (stretch * w.stretch + i) * kWarp + lane_id();
+    if (chunk - lane_id() >= c.chunks) break;
+    const bool live = chunk < c.chunks;
+    const int64_t at = byte_of(chunk);
+    E own, sum;
+    if (staged) {
+      const int next = chunk + kWarp;
+      fetch_slots(w, first, byte_of(next), i + 1 < w.stretch && next < c.chunks,
+                  shared_address(stage) + (i + 1) % 2 * kStageBytes);
+      wait_copies<1>();
+      sum_fetched(w, first, stage + i % 2 * kStageBytes, live, &own);
+    } else {
+      sum_slots(w, slots, first, at, live, &own);
+    }
+    if constexpr (kMxfp8) round_to_mxfp8(&own);
+    clear(&sum);
+    for (int word = 0; word < m.holder_words(); ++word) {
+      uint32_t left = holders[word];
+      while (left != 0) {
+        int32_t rank[kRanksInFlight];
+        Partial<Token, kMxfp8> partial[kRanksInFlight];
+#pragma unroll
+        for (int r = 0; r < kRanksInFlight; ++r) {
+          rank[r] = left == 0 ? -1 : word * 32 + __ffs(static_cast<int>(left)) - 1;
+          left &= left - 1;
+          if (rank[r] < 0 || rank[r] == m.rank || !live) continue;
+          const int64_t place = static_cast<int64_t>(place_among_others(m.rank, rank[r])) * m.tokens + token;
+          partial[r].load(c.pools.to_read<uint8_t>(c.outbox, rank[r], now) + place * w.partial_bytes,
+                          elements, chunk);
+        }
+#pragma unroll
+        for (int r = 0; r < kRanksInFlight; ++r) {
+          if (rank[r] < 0) continue;
+          const E e = rank[r] == m.rank ? own : partial[r].elements();
+#pragma unroll
+          for (int j = 0; j < E::kCount; ++j) sum.x[j] = add_rn(sum.x[j], e.x[j]);
+        }
+      }
+    }
+    if (!live) continue;
+    if (c.accumulate) {
+      E before;
+      before.load(result + at, w.result_alignment);
+#pragma unroll
+      for (int j = 0; j < E::kCount; ++j) sum.x[j] = add_rn(before.x[j], sum.x[j]);
+    }
+    sum.store(result + at, w.result_alignment);
+  }
+}
+
+// The sums of one pass of columns, and beside them the partial rows of the next (ahead; no items: it is the last): these keep
+// the memory busy while those wait for the links.
+template <typename Token, bool kMxfp8>
+__global__ void __launch_bounds__(kThreads, 3) sum_rows(const Work w, const Work ahead) {
+  extern __shared__ __align__(16) uint8_t stages[];
+  const CombineArguments& c = w.c;
   wait_for_kernel_before();
   let_next_kernel_start();
   const uint32_t now = *c.pools.epoch;
-  const int64_t elements = static_cast<int64_t>(c.chunks) * E::kCount;
   if (c.own_values != nullptr && blockIdx.x == 0 && threadIdx.x == 0) tell_missing(c, now);
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id(); item < w.items;
-       item += static_cast<int64_t>(gridDim.x) * kWarps) {
-    const int stretch = static_cast<int>(item % w.stretches);
-    const int64_t token = item / w.stretches;
-    const int32_t* slots = m.row_slots + (static_cast<int64_t>(m.rank) * m.tokens + token) * m.top_k;
-    const Choice first = choice_of(c, slots, lane_id());
-    if (c.own_values != nullptr && stretch == 0) gather_values(c, now, token);
-    const uint32_t* holders = m.holders + token * m.holder_words();
-    uint8_t* result = c.result + token * c.result_stride;
-    const bool staged = w.slot_alignment >= 16 && m.top_k <= kWarp &&
-                        __popc(__ballot_sync(kAllLanes, first.slot >= 0)) <= kStagedSlots;
-    const uint8_t* stage = stages + warp_id() * 2 * kStageBytes + lane_id() * 16;
-    const auto byte_of = [&](int chunk) { return (c.first_chunk + chunk) * int64_t{16}; };
-    if (staged) {
-      const int chunk = stretch * w.stretch * kWarp + lane_id();
-      fetch_slots(w, first, byte_of(chunk), chunk < c.chunks, shared_address(stage));
-    }
-#pragma unroll 1
-    for (int i = 0; i < w.stretch; ++i) {
-      const int chunk = (stretch * w.stretch + i) * kWarp + lane_id();
-      if (chunk - lane_id() >= c.chunks) break;
-      const bool live = chunk < c.chunks;
-      const int64_t at = byte_of(chunk);
-      E own, sum;
-      if (staged) {
-        const int next = chunk + kWarp;
-        fetch_slots(w, first, byte_of(next), i + 1 < w.stretch && next < c.chunks,
-                    shared_address(stage) + (i + 1) % 2 * kStageBytes);
-        wait_copies<1>();
-        sum_fetched(w, first, stage + i % 2 * kStageBytes, live, &own);
-      } else {
-        sum_slots(w, slots, first, at, live, &own);
-      }
-      if constexpr (kMxfp8) round_to_mxfp8(&own);
-      clear(&sum);
-      for (int word = 0; word < m.holder_words(); ++word) {
-        uint32_t left = holders[word];
-        while (left != 0) {
-          int32_t rank[kRanksInFlight];
-          Partial<Token, kMxfp8> partial[kRanksInFlight];
-#pragma unroll
-          for (int r = 0; r < kRanksInFlight; ++r) {
-            rank[r] = left == 0 ? -1 : word * 32 + __ffs(static_cast<int>(left)) - 1;
-            left &= left - 1;
-            if (rank[r] < 0 || rank[r] == m.rank || !live) continue;
-            const int64_t place =
-                static_cast<int64_t>(place_among_others(m.rank, rank[r])) * m.tokens + token;
-            partial[r].load(c.pools.to_read<uint8_t>(c.outbox, rank[r], now) + place * w.partial_bytes,
-                            elements, chunk);
-          }
-#pragma unroll
-          for (int r = 0; r < kRanksInFlight; ++r) {
-            if (rank[r] < 0) continue;
-            const E e = rank[r] == m.rank ? own : partial[r].elements();
-#pragma unroll
-            for (int j = 0; j < E::kCount; ++j) sum.x[j] = add_rn(sum.x[j], e.x[j]);
-          }
-        }
-      }
-      if (!live) continue;
-      if (c.accumulate) {
-        E before;
-        before.load(result + at, w.result_alignment);
-#pragma unroll
-        for (int j = 0; j < E::kCount; ++j) sum.x[j] = add_rn(before.x[j], sum.x[j]);
-      }
-      sum.store(result + at, w.result_alignment);
+  const uint8_t* stage = stages + warp_id() * 2 * kStageBytes + lane_id() * 16;
+  const int64_t others = ahead.blocks();
+  const int64_t blocks = w.blocks() + others;
+  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+    const int64_t before = block * others / blocks;  // blocks of the next pass, evenly among the others
+    if ((block + 1) * others / blocks != before) {
+      partial_item<Token, kMxfp8>(ahead, now, before * kWarps + warp_id());
+    } else {
+      sum_item<Token, kMxfp8>(w, now, (block - before) * kWarps + warp_id(), stage);
     }
   }
 }
@@ -378,13 +400,18 @@ Work work_of(DType dtype, const CombineArguments& c, int64_t rows, const LaunchC
   return w;
 }
 
-LaunchShape shape_of(const Work& w) {
+LaunchShape shape_of(int64_t blocks) {
   LaunchShape shape;
   shape.threads = kThreads;
-  shape.blocks = (w.items + kWarps - 1) / kWarps;
+  shape.blocks = blocks;
   shape.bounded = true;
   shape.overlaps = true;
   return shape;
+}
+
+// Of the partial rows of the other ranks' tokens.
+Work partial_work(DType dtype, const CombineArguments& c, const LaunchContext& context) {
+  return work_of(dtype, c, static_cast<int64_t>(c.maps.size - 1) * c.maps.tokens, context);
 }
 
 template <typename Function>
@@ -408,24 +435,27 @@ int64_t partial_row_bytes(DType dtype, bool mxfp8, int32_t chunks) {
 }
 
 Status launch_partial_rows(DType dtype, const CombineArguments& c, const LaunchContext& context) {
-  const Work w = work_of(dtype, c, static_cast<int64_t>(c.maps.size - 1) * c.maps.tokens, context);
+  const Work w = partial_work(dtype, c, context);
   if (w.items == 0) return Status();
+  const LaunchShape shape = shape_of(w.blocks());
   return with_token(dtype, [&](auto token) {
     using Token = decltype(token);
-    return c.mxfp8 ? launch_kernel<partial_rows<Token, true>>("partial_rows", context, shape_of(w), w)
-                   : launch_kernel<partial_rows<Token, false>>("partial_rows", context, shape_of(w), w);
+    return c.mxfp8 ? launch_kernel<partial_rows<Token, true>>("partial_rows", context, shape, w)
+                   : launch_kernel<partial_rows<Token, false>>("partial_rows", context, shape, w);
   });
 }
 
-Status launch_sum_rows(DType dtype, const CombineArguments& c, const LaunchContext& context) {
+Status launch_sum_rows(DType dtype, const CombineArguments& c, const CombineArguments* next,
+                       const LaunchContext& context) {
   const Work w = work_of(dtype, c, c.tokens, context);
-  if (w.items == 0) return Status();
-  LaunchShape shape = shape_of(w);
+  const Work ahead = next == nullptr ? Work{} : partial_work(dtype, *next, context);
+  if (w.items + ahead.items == 0) return Status();
+  LaunchShape shape = shape_of(w.blocks() + ahead.blocks());
   shape.shared_bytes = kWarps * 2 * kStageBytes;
   return with_token(dtype, [&](auto token) {
     using Token = decltype(token);
-    return c.mxfp8 ? launch_kernel<sum_rows<Token, true>>("sum_rows", context, shape, w)
-                   : launch_kernel<sum_rows<Token, false>>("sum_rows", context, shape, w);
+    return c.mxfp8 ? launch_kernel<sum_rows<Token, true>>("sum_rows", context, shape, w, ahead)
+                   : launch_kernel<sum_rows<Token, false>>("sum_rows", context, shape, w, ahead);
   });
 }
 

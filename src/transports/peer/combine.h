@@ -39,9 +39,11 @@ struct CombineArguments {
 // Bytes of a partial row of so many chunks.
 int64_t partial_row_bytes(DType dtype, bool mxfp8, int32_t chunks);
 
-// Before the meeting: the partial rows of the other ranks' tokens. After it: this rank's tokens.
+// Before the meeting: the partial rows of the other ranks' tokens. After it: this rank's tokens, and beside them the partial
+// rows of the next pass; null: there is none.
 Status launch_partial_rows(DType dtype, const CombineArguments& arguments, const LaunchContext& context);
-Status launch_sum_rows(DType dtype, const CombineArguments& arguments, const LaunchContext& context);
+Status launch_sum_rows(DType dtype, const CombineArguments& arguments, const CombineArguments* next,
+                       const LaunchContext& context);
 
 }  // namespace nvte_ep
 

@@ -18,6 +18,9 @@
 namespace nvte_ep {
 namespace {
 
+// Partial rows of so many bytes: one half of the columns is summed and sent while the other is on the links.
+constexpr int64_t kWorthTwoPasses = int64_t{8} << 20;
+
 bool is_aligned(const void* pointer, int64_t stride_bytes) {
   return (reinterpret_cast<uintptr_t>(pointer) | static_cast<uintptr_t>(stride_bytes)) % 16 == 0;
 }
@@ -231,14 +234,22 @@ class PeerHandle : public HandleTransport {
     a.report = report_.memory();
     const int32_t all = static_cast<int32_t>(member_->settings.hidden * dtype_bytes(dtype) / 16);
     const int32_t pass = chunks_of_a_pass(dtype, a.mxfp8, all);
+    const auto set_pass = [&](CombineArguments* args, int32_t first) {
+      args->first_chunk = first;
+      args->chunks = std::min(pass, all - first);
+      args->send_values = call.backward && first == 0;
+      args->own_values = first == 0 ? static_cast<float*>(call.scalars.data) : nullptr;
+    };
     return group_->launch(stream, [&](const LaunchContext& c) {
-      for (a.first_chunk = 0; a.first_chunk < all; a.first_chunk += pass) {
-        a.chunks = std::min(pass, all - a.first_chunk);
-        a.send_values = call.backward && a.first_chunk == 0;
-        a.own_values = a.first_chunk == 0 ? static_cast<float*>(call.scalars.data) : nullptr;
-        NVTE_EP_TRY(launch_partial_rows(dtype, a, c));
+      set_pass(&a, 0);
+      NVTE_EP_TRY(launch_partial_rows(dtype, a, c));
+      for (int32_t first = 0; first < all; first += pass) {
+        set_pass(&a, first);
+        CombineArguments next = a;
+        const bool is_last = first + pass >= all;
+        if (!is_last) set_pass(&next, first + pass);
         NVTE_EP_TRY(launch_meet(group_->meeting(), c));
-        NVTE_EP_TRY(launch_sum_rows(dtype, a, c));
+        NVTE_EP_TRY(launch_sum_rows(dtype, a, is_last ? nullptr : &next, c));
       }
       return Status();
     });
@@ -352,12 +363,14 @@ class PeerHandle : public HandleTransport {
   // Columns are given back in passes whose partial rows fit the outbox.
   int32_t chunks_of_a_pass(DType dtype, bool mxfp8, int32_t all) const {
     const int64_t rows = static_cast<int64_t>(maps_.size - 1) * maps_.tokens;
+    const auto bytes_of = [&](int32_t chunks) { return rows * partial_row_bytes(dtype, mxfp8, chunks); };
+    int32_t passes = bytes_of(all) >= kWorthTwoPasses ? 2 : 1;
     int32_t chunks = all;
-    for (int32_t passes = 2; rows * partial_row_bytes(dtype, mxfp8, chunks) > group_->layout().outbox.bytes;
-         ++passes) {
+    for (; passes > 1 || bytes_of(chunks) > group_->layout().outbox.bytes; ++passes) {
       chunks = static_cast<int32_t>(round_up((all + passes - 1) / passes, 32));
+      if (bytes_of(chunks) <= group_->layout().outbox.bytes) break;
     }
-    return chunks;
+    return std::min(chunks, all);
   }
 
   // Eager: the host learns the number of slots.
