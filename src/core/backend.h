@@ -237,11 +237,11 @@ struct Route {
   // For sums that come back one row or value a rank: what the ranks that hold a token's copies send for it
   SlotAddress* rank_rows = nullptr;  // [tokens, num_ranks]: (rank, token), -1 where the rank holds none
   SlotAddress* rank_choices =
-      nullptr;                      // [tokens, top_k]: (rank, token * top_k + k), -1 where there is no copy
+      nullptr;  // [tokens, top_k]: (rank, token * top_k + k), -1 where there is no copy
   // [tokens, top_k] this rank's indices, -1 where the copy was dropped; numbered as if every rank had kept_experts of them
   int32_t* kept_indices = nullptr;
   int32_t kept_experts = 0;
-  void* workspace = nullptr;        // route_workspace_bytes
+  void* workspace = nullptr;  // route_workspace_bytes
 };
 
 class Backend {
