@@ -62,7 +62,7 @@ enum {
   NVTE_EP_STATUS_OK = 0,
   NVTE_EP_STATUS_INVALID_ARGUMENT = 1, /* an argument is wrong; the text names it */
   NVTE_EP_STATUS_UNSUPPORTED = 2,      /* legal, but not here: the text says what is missing */
-  NVTE_EP_STATUS_BAD_STATE = 3, /* the object cannot do this now (dispatch before prepare, destroyed group) */
+  NVTE_EP_STATUS_BAD_STATE = 3,        /* the object cannot do this now (dispatch before prepare, destroyed group) */
   NVTE_EP_STATUS_OUT_OF_MEMORY = 4,
   NVTE_EP_STATUS_CUDA = 5,        /* the CUDA runtime or driver reported an error */
   NVTE_EP_STATUS_TRANSPORT = 6,   /* NCCL or NCCL EP reported an error */
@@ -76,45 +76,42 @@ enum {
 /* ---- enumerations; they travel as int32_t ------------------------------------------------------------------------ */
 
 enum { /* wire formats */
-       NVTE_EP_FORMAT_BF16 = 0,
-       NVTE_EP_FORMAT_MXFP8 = 1, /* E4M3 payload, one E8M0 scale per 32 elements */
-       NVTE_EP_FORMAT_NVFP4 =
-           2 /* E2M1 payload, one E4M3 scale per 16 elements, one FP32 power-of-two token scale */
+  NVTE_EP_FORMAT_BF16 = 0,
+  NVTE_EP_FORMAT_MXFP8 = 1, /* E4M3 payload, one E8M0 scale per 32 elements */
+  NVTE_EP_FORMAT_NVFP4 = 2  /* E2M1 payload, one E4M3 scale per 16 elements, one FP32 power-of-two token scale */
 };
 enum { /* DLPack device types */
-       NVTE_EP_DEVICE_CPU = 1,
-       NVTE_EP_DEVICE_CUDA = 2,
-       NVTE_EP_DEVICE_CUDA_HOST = 3 /* pinned host memory: treated as host memory */
+  NVTE_EP_DEVICE_CPU = 1,
+  NVTE_EP_DEVICE_CUDA = 2,
+  NVTE_EP_DEVICE_CUDA_HOST = 3 /* pinned host memory: treated as host memory */
 };
 enum { /* DLPack type codes used here */
-       NVTE_EP_DTYPE_INT = 0,
-       NVTE_EP_DTYPE_UINT = 1,
-       NVTE_EP_DTYPE_FLOAT = 2,
-       NVTE_EP_DTYPE_BFLOAT = 4
+  NVTE_EP_DTYPE_INT = 0,
+  NVTE_EP_DTYPE_UINT = 1,
+  NVTE_EP_DTYPE_FLOAT = 2,
+  NVTE_EP_DTYPE_BFLOAT = 4
 };
 enum { NVTE_EP_ROUNDING_NEAREST = 0, NVTE_EP_ROUNDING_STOCHASTIC = 1 /* nvfp4 payload only */ };
 enum { /* a token that holds NaN or Inf */
-       NVTE_EP_NONFINITE_PROPAGATE =
-           0, /* nvfp4: the token scale becomes NaN and the whole token reads back as NaN */
-       NVTE_EP_NONFINITE_SATURATE = 1 /* NaN becomes +6 and Inf the largest value of its block */
+  NVTE_EP_NONFINITE_PROPAGATE = 0, /* nvfp4: the token scale becomes NaN and the whole token reads back as NaN */
+  NVTE_EP_NONFINITE_SATURATE = 1   /* NaN becomes +6 and Inf the largest value of its block */
 };
 enum { /* nvfp4 block scale */
-       NVTE_EP_SCALE_ROUNDING_NEAREST = 0,
-       NVTE_EP_SCALE_ROUNDING_UP =
-           1 /* towards +infinity: no clipping, so no clip bias with stochastic rounding */
+  NVTE_EP_SCALE_ROUNDING_NEAREST = 0,
+  NVTE_EP_SCALE_ROUNDING_UP = 1 /* towards +infinity: no clipping, so no clip bias with stochastic rounding */
 };
 enum { /* bound of an nvfp4 columnwise operand's values, from token scales alone */
-       NVTE_EP_COLUMN_BOUND_L1 = 0, /* quarter of the largest sum of token scales over 16 rows */
-       NVTE_EP_COLUMN_BOUND_MAX = 1 /* four times the largest token scale of the expert */
+  NVTE_EP_COLUMN_BOUND_L1 = 0, /* quarter of the largest sum of token scales over 16 rows */
+  NVTE_EP_COLUMN_BOUND_MAX = 1 /* four times the largest token scale of the expert */
 };
 enum {
   NVTE_EP_SCALE_LAYOUT_SWIZZLED = 0, /* 128x4 tiles, as cuBLASLt reads them */
   NVTE_EP_SCALE_LAYOUT_LINEAR = 1    /* compact row-major */
 };
-enum {                              /* what dispatch and combine_backward hand out */
-       NVTE_EP_RECEIVE_ROWS = 0,    /* packed rows as they came, uint8 [slots, row_bytes] */
-       NVTE_EP_RECEIVE_DECODED = 1, /* BF16, FP16 or FP32 [slots, H] */
-       NVTE_EP_RECEIVE_OPERAND = 2  /* nvte_ep_operand_t */
+enum { /* what dispatch and combine_backward hand out */
+  NVTE_EP_RECEIVE_ROWS = 0,    /* packed rows as they came, uint8 [slots, row_bytes] */
+  NVTE_EP_RECEIVE_DECODED = 1, /* BF16, FP16 or FP32 [slots, H] */
+  NVTE_EP_RECEIVE_OPERAND = 2  /* nvte_ep_operand_t */
 };
 enum { NVTE_EP_COMM_THREADS = 1, NVTE_EP_COMM_NCCL = 2 };
 enum {
@@ -124,15 +121,14 @@ enum {
   NVTE_EP_TRANSPORT_NCCL_EP = 3,
   NVTE_EP_TRANSPORT_NCCL = 4
 };
-enum {                                /* more slots than recv_capacity */
-       NVTE_EP_ON_OVERFLOW_ERROR = 0, /* nvte_ep_group_poll_error reports OVERFLOW with the rows needed */
-       NVTE_EP_ON_OVERFLOW_DROP = 1   /* only dropped_rows tells */
+enum { /* more slots than recv_capacity */
+  NVTE_EP_ON_OVERFLOW_ERROR = 0, /* nvte_ep_group_poll_error reports OVERFLOW with the rows needed */
+  NVTE_EP_ON_OVERFLOW_DROP = 1   /* only dropped_rows tells */
 };
-enum {                                   /* bits that codecs OR into nvte_ep_codec_options_t.findings */
-       NVTE_EP_FINDING_ROW_COUNT = 1,    /* a row count did not fit and was clamped */
-       NVTE_EP_FINDING_TENSOR_SCALE = 2, /* tensor_scale is not 2^[-116, 105]: every token became NaN */
-       NVTE_EP_FINDING_EXPERT_SCALE =
-           4 /* a row did not fit fixed_expert_scale and was saturated, or that is no 2^[-116, 105] */
+enum { /* bits that codecs OR into nvte_ep_codec_options_t.findings */
+  NVTE_EP_FINDING_ROW_COUNT = 1,    /* a row count did not fit and was clamped */
+  NVTE_EP_FINDING_TENSOR_SCALE = 2, /* tensor_scale is not 2^[-116, 105]: every token became NaN */
+  NVTE_EP_FINDING_EXPERT_SCALE = 4  /* a row did not fit fixed_expert_scale and was saturated, or that is no 2^[-116, 105] */
 };
 
 #define NVTE_EP_MAX_NDIM 4
@@ -158,14 +154,13 @@ typedef struct nvte_ep_tensor {
   uint16_t dtype_lanes; /* 0 or 1 */
 } nvte_ep_tensor_t;
 #define NVTE_EP_TENSOR_INIT \
-  {(uint32_t)sizeof(nvte_ep_tensor_t), 0, NULL, {0, 0, 0, 0}, {0, 0, 0, 0}, 0, 0, 0, 0, 0, 0}
+  { (uint32_t)sizeof(nvte_ep_tensor_t), 0, NULL, {0, 0, 0, 0}, {0, 0, 0, 0}, 0, 0, 0, 0, 0, 0 }
 #define NVTE_EP_TENSOR_V1_SIZE 96
 
 /* A compact tensor in host or device memory, for callers with raw pointers: nvte_ep_tensor_2d(x, T, H, NVTE_EP_DTYPE_BFLOAT,
  * 16, NVTE_EP_DEVICE_CPU, 0). */
-static inline nvte_ep_tensor_t nvte_ep_tensor_2d(const void* data, int64_t rows, int64_t columns,
-                                                 int dtype_code, int dtype_bits, int device_type,
-                                                 int device_id) {
+static inline nvte_ep_tensor_t nvte_ep_tensor_2d(const void* data, int64_t rows, int64_t columns, int dtype_code,
+                                                 int dtype_bits, int device_type, int device_id) {
   nvte_ep_tensor_t tensor = NVTE_EP_TENSOR_INIT;
   tensor.data = (void*)(uintptr_t)data;
   tensor.ndim = 2;
@@ -177,8 +172,8 @@ static inline nvte_ep_tensor_t nvte_ep_tensor_2d(const void* data, int64_t rows,
   tensor.dtype_bits = (uint8_t)dtype_bits;
   return tensor;
 }
-static inline nvte_ep_tensor_t nvte_ep_tensor_1d(const void* data, int64_t size, int dtype_code,
-                                                 int dtype_bits, int device_type, int device_id) {
+static inline nvte_ep_tensor_t nvte_ep_tensor_1d(const void* data, int64_t size, int dtype_code, int dtype_bits,
+                                                 int device_type, int device_id) {
   nvte_ep_tensor_t tensor = nvte_ep_tensor_2d(data, size, 0, dtype_code, dtype_bits, device_type, device_id);
   tensor.ndim = 1;
   return tensor;
@@ -195,18 +190,15 @@ typedef struct nvte_ep_codec_options {
   int64_t row_id_base;    /* id of row 0 in the random stream: row i draws as row_id_base + i */
   int32_t rank;           /* folded into the columnwise random stream, [0, 1023] */
   int32_t reserved0;
-  const nvte_ep_tensor_t*
-      rng_state; /* int64 [2] {seed, offset} on the tensors' device; needed for STOCHASTIC */
+  const nvte_ep_tensor_t* rng_state; /* int64 [2] {seed, offset} on the tensors' device; needed for STOCHASTIC */
   /* float32 [1] on the tensors' device, 2^[-116, 105]: replaces every row's own token scale (tensor-scale mode) */
   const nvte_ep_tensor_t* tensor_scale;
-  const nvte_ep_tensor_t*
-      row_count; /* int32 or int64 [1] on the device: rows in use; the rest is not touched */
-  const nvte_ep_tensor_t*
-      fixed_expert_scale;     /* float32 [E], powers of two: direct_receive uses them as 2^K_e */
-  nvte_ep_tensor_t* findings; /* int32 [1] on the device; NVTE_EP_FINDING_* bits are OR-ed in */
+  const nvte_ep_tensor_t* row_count;          /* int32 or int64 [1] on the device: rows in use; the rest is not touched */
+  const nvte_ep_tensor_t* fixed_expert_scale; /* float32 [E], powers of two: direct_receive uses them as 2^K_e */
+  nvte_ep_tensor_t* findings;                 /* int32 [1] on the device; NVTE_EP_FINDING_* bits are OR-ed in */
 } nvte_ep_codec_options_t;
 #define NVTE_EP_CODEC_OPTIONS_INIT \
-  {(uint32_t)sizeof(nvte_ep_codec_options_t), 0, 0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL}
+  { (uint32_t)sizeof(nvte_ep_codec_options_t), 0, 0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL }
 #define NVTE_EP_CODEC_OPTIONS_V1_SIZE 80
 
 /* ---- library -------------------------------------------------------------------------------------------------------- */
@@ -231,18 +223,17 @@ NVTE_EP_API const char* nvte_ep_last_error(void);
 typedef struct nvte_ep_format_info {
   uint32_t struct_size;
   uint32_t flags;
-  const char* name;          /* "bf16", "mxfp8", "nvfp4"; owned by the library */
-  int32_t format;            /* NVTE_EP_FORMAT_* */
-  int32_t block;             /* elements that share a scale; 0: no scales */
-  int32_t payload_bits;      /* bits per element */
-  int32_t scale_bytes;       /* bytes per block scale; 0: no scales */
-  int32_t token_scale_bytes; /* 4 where a row carries an FP32 second-level scale, else 0 */
-  int32_t hidden_multiple;   /* H of a row must be a multiple of this */
-  int32_t
-      operand_multiple; /* H of an operand must be a multiple of this; 0: the format has no scaled operand */
+  const char* name;            /* "bf16", "mxfp8", "nvfp4"; owned by the library */
+  int32_t format;              /* NVTE_EP_FORMAT_* */
+  int32_t block;               /* elements that share a scale; 0: no scales */
+  int32_t payload_bits;        /* bits per element */
+  int32_t scale_bytes;         /* bytes per block scale; 0: no scales */
+  int32_t token_scale_bytes;   /* 4 where a row carries an FP32 second-level scale, else 0 */
+  int32_t hidden_multiple;     /* H of a row must be a multiple of this */
+  int32_t operand_multiple;    /* H of an operand must be a multiple of this; 0: the format has no scaled operand */
   int32_t columnwise_alignment; /* smallest slab alignment with a columnwise operand */
 } nvte_ep_format_info_t;
-#define NVTE_EP_FORMAT_INFO_INIT {(uint32_t)sizeof(nvte_ep_format_info_t), 0, NULL, 0, 0, 0, 0, 0, 0, 0, 0}
+#define NVTE_EP_FORMAT_INFO_INIT { (uint32_t)sizeof(nvte_ep_format_info_t), 0, NULL, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define NVTE_EP_FORMAT_INFO_V1_SIZE 48
 
 /* [in] format NVTE_EP_FORMAT_*, [in|out] info. Iterate from 0 until UNSUPPORTED to list every format. Since ABI 1. */
@@ -272,12 +263,10 @@ NVTE_EP_API nvte_ep_status_t nvte_ep_row_bytes(int32_t format, int64_t hidden, i
  * block id = (row_id_base + row) * (H / 16) + block; the same seed, offset and ids give the same bytes on any device.
  * Capturable. Statuses: INVALID_ARGUMENT, UNSUPPORTED, CUDA. Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_nvfp4_pack(const nvte_ep_tensor_t* tokens, nvte_ep_tensor_t* rows,
-                                                const nvte_ep_codec_options_t* options,
-                                                nvte_ep_stream_t stream);
+                                                const nvte_ep_codec_options_t* options, nvte_ep_stream_t stream);
 /* As nvte_ep_nvfp4_pack; rounding is always to nearest, a NaN element becomes E4M3 NaN. Uses row_count. Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_mxfp8_pack(const nvte_ep_tensor_t* tokens, nvte_ep_tensor_t* rows,
-                                                const nvte_ep_codec_options_t* options,
-                                                nvte_ep_stream_t stream);
+                                                const nvte_ep_codec_options_t* options, nvte_ep_stream_t stream);
 
 /* Packed rows to tokens. Local.
  * [in]  rows   [T, row_bytes] uint8;  [out] tokens [T, H] bfloat16, float16 or float32
@@ -285,11 +274,9 @@ NVTE_EP_API nvte_ep_status_t nvte_ep_mxfp8_pack(const nvte_ep_tensor_t* tokens, 
  * Hostile rows are decoded, never followed: a token scale that is neither 0 nor 2^[-116, 105] reads as NaN, the sign of
  * a block scale is ignored. Capturable. Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_nvfp4_unpack(const nvte_ep_tensor_t* rows, nvte_ep_tensor_t* tokens,
-                                                  const nvte_ep_codec_options_t* options,
-                                                  nvte_ep_stream_t stream);
+                                                  const nvte_ep_codec_options_t* options, nvte_ep_stream_t stream);
 NVTE_EP_API nvte_ep_status_t nvte_ep_mxfp8_unpack(const nvte_ep_tensor_t* rows, nvte_ep_tensor_t* tokens,
-                                                  const nvte_ep_codec_options_t* options,
-                                                  nvte_ep_stream_t stream);
+                                                  const nvte_ep_codec_options_t* options, nvte_ep_stream_t stream);
 
 /* Tokens to payload and scales apart (the same bytes as in a row). Local.
  * [in]  tokens       [T, H] bfloat16, float16 or float32
@@ -299,22 +286,18 @@ NVTE_EP_API nvte_ep_status_t nvte_ep_mxfp8_unpack(const nvte_ep_tensor_t* rows, 
  * Options as pack. Capturable. Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_nvfp4_quantize(const nvte_ep_tensor_t* tokens, nvte_ep_tensor_t* payload,
                                                     nvte_ep_tensor_t* scales, nvte_ep_tensor_t* token_scales,
-                                                    const nvte_ep_codec_options_t* options,
-                                                    nvte_ep_stream_t stream);
+                                                    const nvte_ep_codec_options_t* options, nvte_ep_stream_t stream);
 NVTE_EP_API nvte_ep_status_t nvte_ep_mxfp8_quantize(const nvte_ep_tensor_t* tokens, nvte_ep_tensor_t* payload,
-                                                    nvte_ep_tensor_t* scales,
-                                                    const nvte_ep_codec_options_t* options,
+                                                    nvte_ep_tensor_t* scales, const nvte_ep_codec_options_t* options,
                                                     nvte_ep_stream_t stream);
 
 /* The inverse of quantize: payload, scales (and token_scales, or options.tensor_scale) to tokens [T, H] bfloat16, float16
  * or float32. Uses row_count, tensor_scale, findings. Capturable. Since ABI 1. */
-NVTE_EP_API nvte_ep_status_t nvte_ep_nvfp4_dequantize(
-    const nvte_ep_tensor_t* payload, const nvte_ep_tensor_t* scales, const nvte_ep_tensor_t* token_scales,
-    nvte_ep_tensor_t* tokens, const nvte_ep_codec_options_t* options, nvte_ep_stream_t stream);
-NVTE_EP_API nvte_ep_status_t nvte_ep_mxfp8_dequantize(const nvte_ep_tensor_t* payload,
-                                                      const nvte_ep_tensor_t* scales,
-                                                      nvte_ep_tensor_t* tokens,
-                                                      const nvte_ep_codec_options_t* options,
+NVTE_EP_API nvte_ep_status_t nvte_ep_nvfp4_dequantize(const nvte_ep_tensor_t* payload, const nvte_ep_tensor_t* scales,
+                                                      const nvte_ep_tensor_t* token_scales, nvte_ep_tensor_t* tokens,
+                                                      const nvte_ep_codec_options_t* options, nvte_ep_stream_t stream);
+NVTE_EP_API nvte_ep_status_t nvte_ep_mxfp8_dequantize(const nvte_ep_tensor_t* payload, const nvte_ep_tensor_t* scales,
+                                                      nvte_ep_tensor_t* tokens, const nvte_ep_codec_options_t* options,
                                                       nvte_ep_stream_t stream);
 
 /* ---- operands ---------------------------------------------------------------------------------------------------------
@@ -348,7 +331,7 @@ typedef struct nvte_ep_operand_config {
   int32_t columnwise;   /* 1: with the columnwise parts too */
   int32_t reserved0;
 } nvte_ep_operand_config_t;
-#define NVTE_EP_OPERAND_CONFIG_INIT {(uint32_t)sizeof(nvte_ep_operand_config_t), 0, 0, 0, 0, 0, 0, 0, 0, 0}
+#define NVTE_EP_OPERAND_CONFIG_INIT { (uint32_t)sizeof(nvte_ep_operand_config_t), 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define NVTE_EP_OPERAND_CONFIG_V1_SIZE 48
 
 /* Offsets (multiples of 256) and bytes of every part in one buffer; bytes 0: the part does not exist. */
@@ -366,7 +349,7 @@ typedef struct nvte_ep_operand_layout {
   int64_t columnwise_expert_scale_offset, columnwise_expert_scale_bytes;
 } nvte_ep_operand_layout_t;
 #define NVTE_EP_OPERAND_LAYOUT_INIT \
-  {(uint32_t)sizeof(nvte_ep_operand_layout_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+  { (uint32_t)sizeof(nvte_ep_operand_layout_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define NVTE_EP_OPERAND_LAYOUT_V1_SIZE 144
 
 /* An operand in memory. Set the description and the parts wanted (NULL: not written), by hand or by nvte_ep_operand_bind.
@@ -391,25 +374,8 @@ typedef struct nvte_ep_operand {
   void* expert_scale;
   void* columnwise_expert_scale;
 } nvte_ep_operand_t;
-#define NVTE_EP_OPERAND_INIT            \
-  {(uint32_t)sizeof(nvte_ep_operand_t), \
-   0,                                   \
-   0,                                   \
-   0,                                   \
-   0,                                   \
-   0,                                   \
-   0,                                   \
-   0,                                   \
-   0,                                   \
-   0,                                   \
-   NULL,                                \
-   NULL,                                \
-   NULL,                                \
-   NULL,                                \
-   NULL,                                \
-   NULL,                                \
-   NULL,                                \
-   NULL}
+#define NVTE_EP_OPERAND_INIT \
+  { (uint32_t)sizeof(nvte_ep_operand_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 #define NVTE_EP_OPERAND_V1_SIZE 112
 
 /* Sizes and offsets of every part of the operand that config describes. Host only, no device work. Since ABI 1. */
@@ -418,8 +384,8 @@ NVTE_EP_API nvte_ep_status_t nvte_ep_operand_layout(const nvte_ep_operand_config
 
 /* Fills the operand's description and every part pointer from one buffer.
  * [in] buffer uint8 [n], n >= layout.total_bytes, base aligned to 256 bytes; it is borrowed. [out] operand. Since ABI 1. */
-NVTE_EP_API nvte_ep_status_t nvte_ep_operand_bind(const nvte_ep_operand_config_t* config,
-                                                  const nvte_ep_tensor_t* buffer, nvte_ep_operand_t* operand);
+NVTE_EP_API nvte_ep_status_t nvte_ep_operand_bind(const nvte_ep_operand_config_t* config, const nvte_ep_tensor_t* buffer,
+                                                  nvte_ep_operand_t* operand);
 
 /* Packed rows, ordered by expert, straight to the operand, without a BF16 round trip and without an amax pass.
  * [in]  rows            uint8 [slots, row_bytes], slots <= operand->capacity
@@ -452,11 +418,11 @@ NVTE_EP_API nvte_ep_status_t nvte_ep_mxfp8_direct_receive(const nvte_ep_tensor_t
  *                 which has room for slabs of its alignment only; rows whose tile would lie past n keep what they have
  * Pad bytes of the tiles in use are written 0 by swizzle and ignored by unswizzle. Capturable. Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_scales_swizzle(const nvte_ep_tensor_t* scales,
-                                                    const nvte_ep_tensor_t* rows_per_expert,
-                                                    nvte_ep_tensor_t* swizzled, nvte_ep_stream_t stream);
+                                                    const nvte_ep_tensor_t* rows_per_expert, nvte_ep_tensor_t* swizzled,
+                                                    nvte_ep_stream_t stream);
 NVTE_EP_API nvte_ep_status_t nvte_ep_scales_unswizzle(const nvte_ep_tensor_t* swizzled,
-                                                      const nvte_ep_tensor_t* rows_per_expert,
-                                                      nvte_ep_tensor_t* scales, nvte_ep_stream_t stream);
+                                                      const nvte_ep_tensor_t* rows_per_expert, nvte_ep_tensor_t* scales,
+                                                      nvte_ep_stream_t stream);
 
 /* ---- communicator ----------------------------------------------------------------------------------------------------- */
 
@@ -469,11 +435,10 @@ typedef struct nvte_ep_comm_config {
   int32_t num_ranks; /* >= 1 */
   int32_t rank;      /* [0, num_ranks) */
   int32_t device_id; /* NCCL: the CUDA device of this rank */
-  const uint8_t*
-      unique_id;      /* NVTE_EP_UNIQUE_ID_BYTES bytes, the same on every rank; NULL allowed with one rank */
-  int64_t timeout_ns; /* how long creation waits for the peers; 0 = 100 s */
+  const uint8_t* unique_id; /* NVTE_EP_UNIQUE_ID_BYTES bytes, the same on every rank; NULL allowed with one rank */
+  int64_t timeout_ns;       /* how long creation waits for the peers; 0 = 100 s */
 } nvte_ep_comm_config_t;
-#define NVTE_EP_COMM_CONFIG_INIT {(uint32_t)sizeof(nvte_ep_comm_config_t), 0, 0, 0, 0, 0, NULL, 0}
+#define NVTE_EP_COMM_CONFIG_INIT { (uint32_t)sizeof(nvte_ep_comm_config_t), 0, 0, 0, 0, 0, NULL, 0 }
 #define NVTE_EP_COMM_CONFIG_V1_SIZE 40
 
 /* A fresh id for a communicator; one rank makes it and gives it to the others. Local. Since ABI 1.
@@ -500,20 +465,17 @@ typedef struct nvte_ep_handle* nvte_ep_handle_t;
 typedef struct nvte_ep_group_config {
   uint32_t struct_size;
   uint32_t flags;
-  int32_t
-      device_type;   /* where the tensors of the group live; 0: CPU on a THREADS communicator, CUDA on NCCL */
-  int32_t device_id; /* CUDA device */
-  int32_t
-      num_experts; /* of all ranks; a multiple of the number of ranks; expert e lives on rank e / (E / ranks) */
-  int32_t max_top_k;           /* largest top_k of a handle; 0 = min(num_experts, 32) */
-  int64_t hidden;              /* H, a multiple of 16 */
+  int32_t device_type;  /* where the tensors of the group live; 0: CPU on a THREADS communicator, CUDA on NCCL */
+  int32_t device_id;    /* CUDA device */
+  int32_t num_experts;  /* of all ranks; a multiple of the number of ranks; expert e lives on rank e / (E / ranks) */
+  int32_t max_top_k;    /* largest top_k of a handle; 0 = min(num_experts, 32) */
+  int64_t hidden;       /* H, a multiple of 16 */
   int64_t max_tokens_per_rank; /* the same on every rank, >= 1 */
-  int64_t
-      recv_capacity; /* slots a rank can receive, padding included; 0 = eager: sized exactly by each prepare */
-  int32_t transport;  /* NVTE_EP_TRANSPORT_* */
-  int32_t num_sms;    /* streaming multiprocessors a transport may occupy; 0 = its best */
-  int64_t timeout_ns; /* how long a call waits for a peer; 0 = 100 s */
-  int32_t overflow;   /* NVTE_EP_ON_OVERFLOW_* */
+  int64_t recv_capacity; /* slots a rank can receive, padding included; 0 = eager: sized exactly by each prepare */
+  int32_t transport;     /* NVTE_EP_TRANSPORT_* */
+  int32_t num_sms;       /* streaming multiprocessors a transport may occupy; 0 = its best */
+  int64_t timeout_ns;    /* how long a call waits for a peer; 0 = 100 s */
+  int32_t overflow;      /* NVTE_EP_ON_OVERFLOW_* */
   /* 1: the large tensors lie in memory from nvte_ep_mem_alloc. NCCL_EP then sums slots in place: combine changes expert_out,
    * dispatch_backward changes grad_received. */
   int32_t zero_copy;
@@ -524,23 +486,23 @@ typedef struct nvte_ep_group_config {
   void* alloc_context;
 } nvte_ep_group_config_t;
 #define NVTE_EP_GROUP_SETTINGS_INIT \
-  {(uint32_t)sizeof(nvte_ep_group_config_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL}
+  { (uint32_t)sizeof(nvte_ep_group_config_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL }
 #define NVTE_EP_GROUP_CONFIG_V1_SIZE 96
 
 typedef struct nvte_ep_memory_info {
   uint32_t struct_size;
   uint32_t flags;
-  int64_t group_bytes;    /* held from group creation on */
-  int64_t handle_bytes;   /* held by each handle, largest over formats */
-  int64_t exchange_bytes; /* of group_bytes, memory that peers read or write */
+  int64_t group_bytes;      /* held from group creation on */
+  int64_t handle_bytes;     /* held by each handle, largest over formats */
+  int64_t exchange_bytes;   /* of group_bytes, memory that peers read or write */
 } nvte_ep_memory_info_t;
-#define NVTE_EP_MEMORY_INFO_INIT {(uint32_t)sizeof(nvte_ep_memory_info_t), 0, 0, 0, 0}
+#define NVTE_EP_MEMORY_INFO_INIT { (uint32_t)sizeof(nvte_ep_memory_info_t), 0, 0, 0, 0 }
 #define NVTE_EP_MEMORY_INFO_V1_SIZE 32
 
 typedef struct nvte_ep_group_info {
   uint32_t struct_size;
   uint32_t flags;
-  const char* transport; /* name of the transport in use; owned by the library */
+  const char* transport;    /* name of the transport in use; owned by the library */
   int32_t num_ranks;
   int32_t rank;
   int32_t num_local_experts;
@@ -549,19 +511,19 @@ typedef struct nvte_ep_group_info {
   int32_t slot_order_exact; /* 1: slots are in the order (source rank, token); 0: only slot_source tells */
   int64_t recv_capacity;    /* 0 = eager */
 } nvte_ep_group_info_t;
-#define NVTE_EP_GROUP_INFO_INIT {(uint32_t)sizeof(nvte_ep_group_info_t), 0, NULL, 0, 0, 0, 0, 0, 0, 0}
+#define NVTE_EP_GROUP_INFO_INIT { (uint32_t)sizeof(nvte_ep_group_info_t), 0, NULL, 0, 0, 0, 0, 0, 0, 0 }
 #define NVTE_EP_GROUP_INFO_V1_SIZE 48
 
 typedef struct nvte_ep_error_info {
   uint32_t struct_size;
   uint32_t flags;
-  nvte_ep_status_t status; /* OK: nothing to report */
-  int32_t rank; /* the rank it is about: the peer that failed, or this rank for a finding; -1 unknown */
-  nvte_ep_handle_t handle; /* the handle it happened on, or NULL */
-  int64_t count;           /* INVALID_ARGUMENT: bad or duplicated indices; OVERFLOW: rows dropped */
-  int64_t needed_rows;     /* OVERFLOW: the recv_capacity that would have been enough */
+  nvte_ep_status_t status;  /* OK: nothing to report */
+  int32_t rank;             /* the rank it is about: the peer that failed, or this rank for a finding; -1 unknown */
+  nvte_ep_handle_t handle;  /* the handle it happened on, or NULL */
+  int64_t count;            /* INVALID_ARGUMENT: bad or duplicated indices; OVERFLOW: rows dropped */
+  int64_t needed_rows;      /* OVERFLOW: the recv_capacity that would have been enough */
 } nvte_ep_error_info_t;
-#define NVTE_EP_ERROR_INFO_INIT {(uint32_t)sizeof(nvte_ep_error_info_t), 0, 0, 0, NULL, 0, 0}
+#define NVTE_EP_ERROR_INFO_INIT { (uint32_t)sizeof(nvte_ep_error_info_t), 0, 0, 0, NULL, 0, 0 }
 #define NVTE_EP_ERROR_INFO_V1_SIZE 40
 
 /* Creates this rank's member of a group. Collective: waits for every rank of comm, timeout_ns at most.
@@ -606,14 +568,13 @@ typedef struct nvte_ep_handle_config {
   int32_t dispatch_backward;
   int32_t combine_backward;
 } nvte_ep_handle_config_t;
-#define NVTE_EP_HANDLE_CONFIG_INIT {(uint32_t)sizeof(nvte_ep_handle_config_t), 0, 0, 0, 0, 0, 0, 0}
+#define NVTE_EP_HANDLE_CONFIG_INIT { (uint32_t)sizeof(nvte_ep_handle_config_t), 0, 0, 0, 0, 0, 0, 0 }
 #define NVTE_EP_HANDLE_CONFIG_V1_SIZE 32
 
 /* Creates the routing state of one layer or micro-batch; allocates what its per-step calls need. Local; every rank creates
  * its handles in the same order. recv_capacity must be a multiple of alignment. Since ABI 1.
  * UNSUPPORTED: a format that the direction or the transport cannot carry (combine and dispatch_backward: not nvfp4). */
-NVTE_EP_API nvte_ep_status_t nvte_ep_handle_create(nvte_ep_group_t group,
-                                                   const nvte_ep_handle_config_t* config,
+NVTE_EP_API nvte_ep_status_t nvte_ep_handle_create(nvte_ep_group_t group, const nvte_ep_handle_config_t* config,
                                                    nvte_ep_handle_t* handle);
 /* NULL is OK; may follow the group's destruction. No work of the handle may be in flight. Local. Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_handle_destroy(nvte_ep_handle_t handle);
@@ -634,22 +595,11 @@ typedef struct nvte_ep_prepare_args {
   nvte_ep_tensor_t* dropped_rows;      /* [1]         routed minus kept */
   nvte_ep_tensor_t* slot_source;       /* [capacity]  int64: source rank << 32 | token, -1 for padding */
   nvte_ep_tensor_t* slot_expert;       /* [capacity]  int32: local expert of the slot */
-  int64_t* total_rows_host; /* [1] on the host; eager groups only (there it is the size of what to receive) */
+  int64_t* total_rows_host;            /* [1] on the host; eager groups only (there it is the size of what to receive) */
 } nvte_ep_prepare_args_t;
-#define NVTE_EP_PREPARE_ARGS_INIT            \
-  {(uint32_t)sizeof(nvte_ep_prepare_args_t), \
-   0,                                        \
-   NULL,                                     \
-   NULL,                                     \
-   NULL,                                     \
-   NULL,                                     \
-   NULL,                                     \
-   NULL,                                     \
-   NULL,                                     \
-   NULL,                                     \
-   NULL,                                     \
-   NULL,                                     \
-   NULL}
+#define NVTE_EP_PREPARE_ARGS_INIT \
+  { (uint32_t)sizeof(nvte_ep_prepare_args_t), 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL \
+   }
 #define NVTE_EP_PREPARE_ARGS_V1_SIZE 96
 
 /* Exchanges the routing. Collective. T may differ from rank to rank and from call to call, 0 included. topk_idx may be reused
@@ -657,8 +607,7 @@ typedef struct nvte_ep_prepare_args {
  * reported by nvte_ep_group_poll_error. slot_source and slot_expert are written up to total_rows. In an eager group the host
  * waits for the count and slot_source and slot_expert must hold at least total_rows (else INVALID_ARGUMENT after the routing
  * is set). Statuses: INVALID_ARGUMENT, BAD_STATE, TIMEOUT, PEER_FAILED, CUDA, TRANSPORT. Since ABI 1. */
-NVTE_EP_API nvte_ep_status_t nvte_ep_handle_prepare(nvte_ep_handle_t handle,
-                                                    const nvte_ep_prepare_args_t* args,
+NVTE_EP_API nvte_ep_status_t nvte_ep_handle_prepare(nvte_ep_handle_t handle, const nvte_ep_prepare_args_t* args,
                                                     nvte_ep_stream_t stream);
 
 /* Input of dispatch: tokens, or payload with scales. Exactly one of tokens and payload is set. */
@@ -669,8 +618,7 @@ typedef struct nvte_ep_dispatch_args {
   const nvte_ep_tensor_t* payload;      /* uint8 [T, payload bytes]: already quantised, with: */
   const nvte_ep_tensor_t* scales;       /* uint8 [T, H / block] */
   const nvte_ep_tensor_t* token_scales; /* nvfp4: float32 [T]; NULL with tensor_scale */
-  const nvte_ep_tensor_t*
-      tensor_scale; /* nvfp4: float32 [1], 2^K on the group's device: the scale of every row */
+  const nvte_ep_tensor_t* tensor_scale; /* nvfp4: float32 [1], 2^K on the group's device: the scale of every row */
   const nvte_ep_tensor_t* topk_weights; /* float32 [T, K] or NULL */
   int32_t receive;                      /* NVTE_EP_RECEIVE_* */
   int32_t rounding;                     /* how tokens are packed: as in nvte_ep_codec_options_t */
@@ -680,41 +628,21 @@ typedef struct nvte_ep_dispatch_args {
   int32_t reserved0;
   const nvte_ep_tensor_t* rng_state;          /* int64 [2] {seed, offset} */
   const nvte_ep_tensor_t* fixed_expert_scale; /* float32 [E_local] or NULL */
-  nvte_ep_tensor_t*
-      received; /* ROWS: uint8 [slots, row_bytes]; DECODED: bfloat16, float16 or float32 [slots, H] */
-  nvte_ep_operand_t* operand;     /* OPERAND */
+  nvte_ep_tensor_t* received; /* ROWS: uint8 [slots, row_bytes]; DECODED: bfloat16, float16 or float32 [slots, H] */
+  nvte_ep_operand_t* operand; /* OPERAND */
   nvte_ep_tensor_t* recv_weights; /* float32 [slots] or NULL: weight of each slot, 0 for padding */
   nvte_ep_tensor_t* findings;     /* int32 [1] or NULL: NVTE_EP_FINDING_* of packing and direct receive */
 } nvte_ep_dispatch_args_t;
-#define NVTE_EP_DISPATCH_ARGS_INIT            \
-  {(uint32_t)sizeof(nvte_ep_dispatch_args_t), \
-   0,                                         \
-   NULL,                                      \
-   NULL,                                      \
-   NULL,                                      \
-   NULL,                                      \
-   NULL,                                      \
-   NULL,                                      \
-   0,                                         \
-   0,                                         \
-   0,                                         \
-   0,                                         \
-   0,                                         \
-   0,                                         \
-   NULL,                                      \
-   NULL,                                      \
-   NULL,                                      \
-   NULL,                                      \
-   NULL,                                      \
-   NULL}
+#define NVTE_EP_DISPATCH_ARGS_INIT \
+  { (uint32_t)sizeof(nvte_ep_dispatch_args_t), 0, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, 0, 0, 0, 0, NULL, \
+   NULL, NULL, NULL, NULL, NULL }
 #define NVTE_EP_DISPATCH_ARGS_V1_SIZE 128
 
 /* Sends every token to the experts that prepare was given, in the handle's dispatch format. Collective.
  * slots is recv_capacity (eager: at least the total of prepare). Padding inside slabs is zero; slots past total_rows are
  * neither read nor written. Packing draws row id = rank * max_tokens_per_rank + token. All ranks pass topk_weights or none
  * where one wants recv_weights. BAD_STATE before prepare. Since ABI 1. */
-NVTE_EP_API nvte_ep_status_t nvte_ep_handle_dispatch(nvte_ep_handle_t handle,
-                                                     const nvte_ep_dispatch_args_t* args,
+NVTE_EP_API nvte_ep_status_t nvte_ep_handle_dispatch(nvte_ep_handle_t handle, const nvte_ep_dispatch_args_t* args,
                                                      nvte_ep_stream_t stream);
 
 typedef struct nvte_ep_combine_args {
@@ -726,14 +654,13 @@ typedef struct nvte_ep_combine_args {
   int32_t accumulate;                   /* 1: adds to what result holds */
   int32_t reserved0;
 } nvte_ep_combine_args_t;
-#define NVTE_EP_COMBINE_ARGS_INIT {(uint32_t)sizeof(nvte_ep_combine_args_t), 0, NULL, NULL, NULL, 0, 0}
+#define NVTE_EP_COMBINE_ARGS_INIT { (uint32_t)sizeof(nvte_ep_combine_args_t), 0, NULL, NULL, NULL, 0, 0 }
 #define NVTE_EP_COMBINE_ARGS_V1_SIZE 40
 
 /* result[t] = sum over the kept slots of t of slot_weight * expert_out, in FP32, in a fixed order, rounded once (device
  * transports may round one partial row per contributing rank). A token without a kept slot gives exact zero. Collective.
  * Since ABI 1. */
-NVTE_EP_API nvte_ep_status_t nvte_ep_handle_combine(nvte_ep_handle_t handle,
-                                                    const nvte_ep_combine_args_t* args,
+NVTE_EP_API nvte_ep_status_t nvte_ep_handle_combine(nvte_ep_handle_t handle, const nvte_ep_combine_args_t* args,
                                                     nvte_ep_stream_t stream);
 
 typedef struct nvte_ep_dispatch_backward_args {
@@ -742,12 +669,12 @@ typedef struct nvte_ep_dispatch_backward_args {
   const nvte_ep_tensor_t* grad_received;     /* [slots, H] bfloat16, float16 or float32 */
   const nvte_ep_tensor_t* grad_recv_weights; /* float32 [slots] or NULL */
   nvte_ep_tensor_t* grad_tokens;             /* [T, H], same dtype as grad_received */
-  nvte_ep_tensor_t* grad_topk_weights; /* float32 [T, K] or NULL; needs grad_recv_weights on every rank */
-  int32_t accumulate;                  /* 1: adds to what grad_tokens holds */
+  nvte_ep_tensor_t* grad_topk_weights;       /* float32 [T, K] or NULL; needs grad_recv_weights on every rank */
+  int32_t accumulate;                        /* 1: adds to what grad_tokens holds */
   int32_t reserved0;
 } nvte_ep_dispatch_backward_args_t;
 #define NVTE_EP_DISPATCH_BACKWARD_ARGS_INIT \
-  {(uint32_t)sizeof(nvte_ep_dispatch_backward_args_t), 0, NULL, NULL, NULL, NULL, 0, 0}
+  { (uint32_t)sizeof(nvte_ep_dispatch_backward_args_t), 0, NULL, NULL, NULL, NULL, 0, 0 }
 #define NVTE_EP_DISPATCH_BACKWARD_ARGS_V1_SIZE 48
 
 /* Gradient of dispatch: grad_tokens[t] = sum of grad_received over the kept slots of t; grad_topk_weights[t, k] = grad of the
@@ -760,17 +687,13 @@ NVTE_EP_API nvte_ep_status_t nvte_ep_handle_dispatch_backward(nvte_ep_handle_t h
 typedef struct nvte_ep_combine_backward_args {
   uint32_t struct_size;
   uint32_t flags;
-  const nvte_ep_dispatch_args_t*
-      send; /* tokens (or payload ...) = grad of result [T, H]; no topk_weights, recv_weights */
-  const nvte_ep_tensor_t*
-      slot_weights; /* float32 [slots]: received is multiplied by them (DECODED only); or NULL */
-  const nvte_ep_tensor_t*
-      expert_out; /* [slots, H] bfloat16, float16 or float32, for grad_slot_weights; or NULL */
-  nvte_ep_tensor_t*
-      grad_slot_weights; /* float32 [slots]: dot of grad and expert_out, 0 for padding (DECODED); or NULL */
+  const nvte_ep_dispatch_args_t* send; /* tokens (or payload ...) = grad of result [T, H]; no topk_weights, recv_weights */
+  const nvte_ep_tensor_t* slot_weights; /* float32 [slots]: received is multiplied by them (DECODED only); or NULL */
+  const nvte_ep_tensor_t* expert_out;   /* [slots, H] bfloat16, float16 or float32, for grad_slot_weights; or NULL */
+  nvte_ep_tensor_t* grad_slot_weights;  /* float32 [slots]: dot of grad and expert_out, 0 for padding (DECODED); or NULL */
 } nvte_ep_combine_backward_args_t;
 #define NVTE_EP_COMBINE_BACKWARD_ARGS_INIT \
-  {(uint32_t)sizeof(nvte_ep_combine_backward_args_t), 0, NULL, NULL, NULL, NULL}
+  { (uint32_t)sizeof(nvte_ep_combine_backward_args_t), 0, NULL, NULL, NULL, NULL }
 #define NVTE_EP_COMBINE_BACKWARD_ARGS_V1_SIZE 40
 
 /* Gradient of combine: each kept slot of token t receives grad[t] in the handle's combine_backward format, in any receive
