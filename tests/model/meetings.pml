@@ -37,7 +37,7 @@
 /* Data is the number of its exchange + 1; 0 is what an area is cleared to. */
 byte newest[RANKS * COPIES];        /* [owner, copy] */
 byte seen[RANKS * RANKS * COPIES];  /* [peer, owner, copy] */
-byte arrivals[RANKS * RANKS];       /* [at, of]: meetings that a rank has come to, as another one sees it */
+byte arrivals[RANKS * RANKS];       /* [at, of]: meetings that a rank has come to, as another one sees it; none at itself */
 byte ended[RANKS];                  /* rank + 1 of the one that ended the group, as a rank is told */
 
 #define WRITE(copy, value) newest[me * COPIES + (copy)] = value
@@ -56,14 +56,14 @@ inline arrive(meeting) {
        :: else -> break
        od;
 #endif
-       arrivals[p * RANKS + me] = meeting;
+       if :: p != me -> arrivals[p * RANKS + me] = meeting :: else fi;
        p++
      }
   :: else -> break
   od
 }
 
-/* guilty: a rank that has not come and does not wait for somebody itself, in a meeting that is over for nobody. */
+/* guilty: a rank that has not come, and does not wait for somebody itself in the last meeting that it has come to (blame.h). */
 inline find_guilty(meeting) {
   guilty = 0;
   d_step {
@@ -74,14 +74,14 @@ inline find_guilty(meeting) {
        value = 0;
        do
        :: c < RANKS ->
-          if :: arrivals[p * RANKS + c] < arrivals[p * RANKS + p] -> value = 1 :: else fi;
+          if :: c != p && arrivals[p * RANKS + c] < arrivals[me * RANKS + p] -> value = 1 :: else fi;
           c++
        :: else -> break
        od;
 #ifdef NAME_ANY
        value = 0;
 #endif
-       if :: arrivals[me * RANKS + p] < meeting && value == 0 -> guilty = p + 1 :: else fi;
+       if :: p != me && arrivals[me * RANKS + p] < meeting && value == 0 -> guilty = p + 1 :: else fi;
        p++
     :: else -> break
     od
@@ -93,7 +93,7 @@ inline wait_for_all(meeting) {
   do
   :: p < RANKS ->
      if
-     :: PASSED(arrivals[me * RANKS + p], meeting) -> p++
+     :: p == me || PASSED(arrivals[me * RANKS + p], meeting) -> p++
 #ifdef DEATH
      :: ended[me] != 0 -> goto over
      :: timeout -> /* nothing moves any more: the clock runs out, for any of those that wait */

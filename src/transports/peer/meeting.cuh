@@ -2,6 +2,7 @@
 #ifndef NVTE_EP_TRANSPORTS_PEER_MEETING_CUH_
 #define NVTE_EP_TRANSPORTS_PEER_MEETING_CUH_
 
+#include "transports/peer/blame.h"
 #include "transports/peer/peer_kernels.h"
 
 namespace nvte_ep {
@@ -20,29 +21,12 @@ __device__ __forceinline__ int64_t now_ns() {
   return static_cast<int64_t>(t);
 }
 
-// True where a rank has not come to a meeting, as rank `at` sees it.
-__device__ __forceinline__ bool is_missing(const Meeting& m, int32_t at, int32_t rank, uint32_t meeting) {
-  return static_cast<int32_t>(load_acquire(&m.arrivals[at][rank]) - meeting) < 0;
-}
-
-// Who is to blame that a peer is missing. A rank that is killed while it comes to a meeting leaves others one meeting behind;
-// they are missing as well, but wait themselves.
-__device__ __forceinline__ int32_t blamed(const Meeting& m, int32_t peer, uint32_t meeting) {
-  for (int32_t r = 0; r < m.size; ++r) {
-    if (!is_missing(m, m.rank, r, meeting)) continue;
-    const uint32_t theirs = load_acquire(&m.arrivals[r][r]);
-    bool waits = false;
-    for (int32_t other = 0; other < m.size; ++other) waits |= is_missing(m, r, other, theirs);
-    if (!waits) return r;
-  }
-  return peer;
-}
-
 // Waits until the peer has come to the meeting, the time-out at most. False: it did not, or the group has ended. Memory of the
 // host is looked at now and then only: it is far away.
 __device__ __forceinline__ bool wait_for(const Meeting& m, int32_t peer, uint32_t epoch, int* reported) {
+  const uint32_t* arrival = &m.arrivals[m.rank][peer];
   int64_t start = 0;
-  for (int spin = 0; is_missing(m, m.rank, peer, epoch); ++spin) {
+  for (int spin = 0; is_missing(load_acquire(arrival), epoch); ++spin) {
     if (spin % 64 != 63) continue;
     if (start == 0) start = now_ns();
     const int32_t ended = *static_cast<volatile const int32_t*>(m.ended);
@@ -50,7 +34,8 @@ __device__ __forceinline__ bool wait_for(const Meeting& m, int32_t peer, uint32_
     if (ended == 0 && !late) continue;
     if (atomicExch(reported, 1) == 0) {
       volatile MeetingReport* report = m.report;
-      const int32_t rank = ended != 0 ? ended - 1 : blamed(m, peer, epoch);
+      const auto arrivals = [&](int32_t at, int32_t of) { return load_acquire(&m.arrivals[at][of]); };
+      const int32_t rank = ended != 0 ? ended - 1 : blamed(m.rank, m.size, peer, epoch, arrivals);
       report->rank = rank;
       __threadfence_system();
       report->status = ended != 0 ? NVTE_EP_STATUS_PEER_FAILED : NVTE_EP_STATUS_TIMEOUT;
