@@ -218,7 +218,9 @@ class Handle:
             routing = self._new_routing(slots, dtype_name(index_dtype))
         arguments = _abi.PrepareArgs(topk_idx=pointer(indices))
         for name in _ROUTING:
-            setattr(arguments, name, pointer(call.write(name, getattr(routing, name))))
+            array = getattr(routing, name)
+            if array is not None:
+                setattr(arguments, name, pointer(call.write(name, array)))
         total = ctypes.c_int64(-1)
         if eager:
             arguments.total_rows_host = ctypes.pointer(total)
@@ -417,12 +419,15 @@ class Handle:
     ) -> _abi.DispatchArgs:
         """The sending half of dispatch and combine_backward."""
         function = call.function
-        arguments = _abi.DispatchArgs(
-            tensor_scale=pointer(call.read_scalar("tensor_scale", tensor_scale, "float32")),
-            rng_state=pointer(call.read_rng_state(rng_state)),
-            fixed_expert_scale=pointer(call.read("fixed_expert_scale", fixed_expert_scale)),
-            findings=pointer(call.write_findings(findings)),
-        )
+        arguments = _abi.DispatchArgs()  # what is not given stays as it is: null
+        if tensor_scale is not None:
+            arguments.tensor_scale = pointer(call.read_scalar("tensor_scale", tensor_scale, "float32"))
+        if rng_state is not None:
+            arguments.rng_state = pointer(call.read_rng_state(rng_state))
+        if fixed_expert_scale is not None:
+            arguments.fixed_expert_scale = pointer(call.read("fixed_expert_scale", fixed_expert_scale))
+        if findings is not None:
+            arguments.findings = pointer(call.write_findings(findings))
         for option, name in packing.items():
             if name != _PACKING[option]:  # zero is default
                 setattr(arguments, option, _lib.enum(function, option, f"NVTE_EP_{option.upper()}_", name))

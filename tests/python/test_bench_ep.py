@@ -635,6 +635,8 @@ def test_plan_by_figures(
         for entry in shape["operations"]:
             for figure in entry["figures"].values():
                 figure["microseconds"]["median"] = 7 + 3 * entry["floor_microseconds"]
+    prepare = np.mean([shape["operations"][0]["figures"]["threads"]["microseconds"]["median"]
+                       for shape in document["shapes"]])  # fmt: skip
     file = tmp_path / "other.json"
     file.write_text(json.dumps(_figures.reduced(document, "threads")))
     arguments = ["plan", "--figures", str(file), "--transport", "threads", "--ranks", "4", "--json"]
@@ -645,6 +647,7 @@ def test_plan_by_figures(
         expected = found["expected"]
         assert expected["dispatch"] == pytest.approx(7 + 3 * found["dispatch"]["microseconds"])
         assert expected["combine"] == pytest.approx(7 + 3 * found["combine"]["microseconds"])
+        assert expected["prepare"] == pytest.approx(prepare)
         parts = ("prepare", "dispatch", "combine")
         assert expected["layer"] == pytest.approx(sum(expected[part] for part in parts))
         assert expected["training layer"] > expected["layer"]
