@@ -453,8 +453,9 @@ class Bench {
         correct = correct &&
                   same(parts.columnwise_payload_offset, small_parts.columnwise_payload_offset,
                        counts[0] * layout.payload_bytes) &&
+                  // Tiles in use: with fewer than 64 (128) rows there is room that nobody writes.
                   same(parts.columnwise_scales_offset, small_parts.columnwise_scales_offset,
-                       band / block * round_up(hidden, 128));
+                       round_up(counts[0] / block, 4) * round_up(hidden, 128));
       }
       record(what, rows, hidden, read + written, read + written, t, correct);
     }

@@ -13,7 +13,14 @@ from collections.abc import Iterable
 import pytest
 
 from distributed.cases import Case
-from distributed.transports import ALL, THREADS_MIRRORED, Transport, count_gpus, why_not_at
+from distributed.transports import (
+    ALL,
+    START_TIMEOUT,
+    THREADS_MIRRORED,
+    Transport,
+    count_gpus,
+    why_not_at,
+)
 
 
 def why_not(transport: Transport) -> str | None:
@@ -21,7 +28,8 @@ def why_not(transport: Transport) -> str | None:
         return None
     if count_gpus() == 0:
         return "no GPU, or no cuda.bindings to find it with"
-    found: str | None = transport.run(1, why_not_at, transport)[0]
+    # The first of its kind in this process, or in the ranks'.
+    found: str | None = transport.run(1, why_not_at, transport, timeout=START_TIMEOUT)[0]
     return found
 
 

@@ -286,10 +286,13 @@ def run_processes(
 
 class ProcessPool:
     """Processes of ranks that live on from job to job, so that what takes seconds to start (Python, a CUDA
-    context, NCCL) is paid once. After a failure all of them are killed; the next job gets new ones."""
+    context, NCCL) is paid once. After a failure all of them are killed; the next job gets new ones.
 
-    def __init__(self, environment: Environment | None = None) -> None:
+    start_timeout: what a job may take longer when it is the first of some of its processes."""
+
+    def __init__(self, environment: Environment | None = None, start_timeout: float = 0.0) -> None:
         self._environment = environment
+        self._start_timeout = start_timeout
         self._children: list[_Child] = []
         self._jobs = 0
 
@@ -308,6 +311,8 @@ class ProcessPool:
         may_die: Collection[int] = (),
     ) -> list[Any]:
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            if len(self._children) < size:
+                timeout += self._start_timeout
             while len(self._children) < size:
                 rank = len(self._children)
                 self._children.append(_Child(rank, self._environment(rank) if self._environment else {}))

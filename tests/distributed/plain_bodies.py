@@ -81,6 +81,11 @@ def beat(rank: Rank, folder: str) -> None:
         time.sleep(0.01)
 
 
+def sleep(_: Rank, seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
 def count_jobs(rank: Rank) -> tuple[int, int]:
     """Of this process, which keeps the count from job to job."""
     rank.session["jobs"] = rank.session.get("jobs", 0) + 1

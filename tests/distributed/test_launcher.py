@@ -108,6 +108,13 @@ def test_processes_live_on_from_job_to_job() -> None:
             os.kill(process, 0)
 
 
+def test_the_first_job_of_a_process_may_take_longer() -> None:
+    with ProcessPool(start_timeout=30.0) as pool:
+        assert pool.run(1, bodies.sleep, 0.5, timeout=0.1) == [0.5]
+        with pytest.raises(RanksHung):
+            pool.run(1, bodies.sleep, 5, timeout=0.1)
+
+
 def test_a_failure_ends_the_processes_and_the_next_job_has_new_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

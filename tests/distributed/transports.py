@@ -28,6 +28,8 @@ from distributed.mirror import MirroredGroup
 ANY_TRANSPORT = {"num_experts": 16, "hidden": 512, "max_tokens_per_rank": 128, "recv_capacity": 1024}
 # Of every wait in the library. A test that fails must not take the library's own 100 s.
 TIMEOUT_NS = 20_000_000_000
+# Seconds: a CUDA context and NCCL take long to come where a machine is busy.
+START_TIMEOUT = 90.0
 
 # On devices, where more of them only share the same GPUs and links.
 MAX_RANKS = int(os.environ.get("NVTE_EP_MAX_RANKS", "8"))
@@ -86,7 +88,7 @@ class Transport:
         if not self.in_processes:
             return run_threads(size, body, *args, timeout=timeout)
         if fails and not self.survives_failures:
-            with ProcessPool(self.environment) as pool:
+            with ProcessPool(self.environment, START_TIMEOUT) as pool:
                 return pool.run(size, body, *args, timeout=timeout, may_die=may_die)
         return _pool(self).run(size, body, *args, timeout=timeout, may_die=may_die)
 
@@ -233,6 +235,6 @@ def why_not_at(rank: Rank, transport: Transport) -> str | None:
 
 @functools.cache
 def _pool(transport: Transport) -> ProcessPool:
-    pool = ProcessPool(transport.environment)
+    pool = ProcessPool(transport.environment, START_TIMEOUT)
     atexit.register(pool.close)
     return pool
