@@ -120,7 +120,8 @@ class Job:
         self._folder = Path("" if folder is None else folder)
         self._owns_folder = owns_folder
         self._number = 0  # of the jobs of this rank in the folder, from its first exchange on
-        self._token = ""  # of this run of the job, from then on
+        self._word = ""  # nobody else knows it before
+        self._token = ""  # of this run of the job
         self._exchanges = 0
         self._closed = False
 
@@ -233,33 +234,33 @@ class Job:
         """
         if not self._number:
             self._number = _next_number(self._folder, self.rank)
+            self._word = secrets.token_hex(16)  # kept where the ranks do not all come in time and it tries again
         end = time.monotonic() + self.timeout
-        mine = secrets.token_hex(16)
-        words = self._collect(mine, end) if self.rank == 0 else self._answer(mine, end)
+        words = self._collect(end) if self.rank == 0 else self._answer(end)
         self._token = hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
 
-    def _collect(self, mine: str, end: float) -> list[str]:
-        self._write(self._name("hello", 0), mine.encode())
-        words = [mine, *(self._word_of(rank, mine, end) for rank in range(1, self.size))]
+    def _collect(self, end: float) -> list[str]:
+        self._write(self._name("hello", 0), self._word.encode())
+        words = [self._word, *(self._word_of(rank, end) for rank in range(1, self.size))]
         self._write(self._name("start", 0), " ".join(words).encode())
         return words
 
-    def _word_of(self, rank: int, mine: str, end: float) -> str:
+    def _word_of(self, rank: int, end: float) -> str:
         for _ in _pauses(end):
             word, *answered = self._words("hello", rank) or [""]
-            if answered == [mine]:
+            if answered == [self._word]:
                 return word
         raise self._timeout(rank, "1")
 
-    def _answer(self, mine: str, end: float) -> list[str]:
+    def _answer(self, end: float) -> list[str]:
         answered: list[str] = []
         for _ in _pauses(end):
             hello = self._words("hello", 0)
             if hello != answered:
-                self._write(self._name("hello", self.rank), " ".join([mine, *hello]).encode())
+                self._write(self._name("hello", self.rank), " ".join([self._word, *hello]).encode())
                 answered = hello
             words = self._words("start", 0)
-            if words[self.rank : self.rank + 1] == [mine]:
+            if words[self.rank : self.rank + 1] == [self._word]:
                 return words
         raise PeerTimeoutError(
             Status.TIMEOUT,

@@ -168,12 +168,16 @@ def test_half_a_value_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_a_rank_that_comes_late_after_all(tmp_path: Path) -> None:
-    early, late = Job(0, 2, tmp_path, timeout=0.1), Job(1, 2, tmp_path)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_comes_late_after_all(rank: int, tmp_path: Path) -> None:
+    early, late = Job(rank, 2, tmp_path, timeout=0.1), Job(1 - rank, 2, tmp_path)
     with pytest.raises(nvte_ep.PeerTimeoutError):
         early.barrier()
     early.timeout = 30
-    assert together([lambda: early.gather(b"a"), lambda: late.gather(b"b")]) == [[b"a", b"b"]] * 2
+    expected = [b"0", b"1"]
+    assert together([lambda: early.gather(b"%d" % early.rank), lambda: late.gather(b"%d" % late.rank)]) == [
+        expected
+    ] * 2
 
 
 @pytest.mark.parametrize("where", ["a folder of its own", "the caller's folder"])
