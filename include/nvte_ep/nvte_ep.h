@@ -697,7 +697,8 @@ typedef struct nvte_ep_combine_backward_args {
 #define NVTE_EP_COMBINE_BACKWARD_ARGS_V1_SIZE 40
 
 /* Gradient of combine: each kept slot of token t receives grad[t] in the handle's combine_backward format, in any receive
- * kind. Collective. Since ABI 1. */
+ * kind. grad_slot_weights is summed in FP64, in one order on every backend and transport: the same bits. Collective.
+ * Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_handle_combine_backward(nvte_ep_handle_t handle,
                                                              const nvte_ep_combine_backward_args_t* args,
                                                              nvte_ep_stream_t stream);

@@ -41,6 +41,7 @@ Status Mailboxes::read(int64_t place) {
 Status Mailboxes::exchange(const AgreedValues& mine, int64_t timeout_ns, const std::function<Status()>& check,
                            const std::function<Status(const std::vector<int32_t>&)>& late,
                            std::vector<AgreedValues>* all) {
+  if (out_ == nullptr) return bad_state("comm: its ranks' mailboxes were not opened");
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::nanoseconds(timeout_ns);
   const size_t ranks = boxes_.size();

@@ -80,6 +80,9 @@ class ProcessMemory : public PeerMemory {
     const bool orderly =
         pools_way_ != nullptr && backend_->synchronize().ok() && agree("group_destroy", {}, nullptr).ok();
     int32_t late;
+    // Peers in another step would wait for this rank until their time is up.
+    if (pools_way_ != nullptr && !orderly && failure(&late).ok())
+      (void)fail(Status(NVTE_EP_STATUS_PEER_FAILED, text("rank ", rank(), " left the group")), rank());
     if (failure(&late).code() == NVTE_EP_STATUS_TIMEOUT) comm_->expect_lost_peer();
     {
       const std::lock_guard<std::mutex> lock(mutex_);
