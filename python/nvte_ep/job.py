@@ -234,7 +234,9 @@ class Job:
         """
         if not self._number:
             self._number = _next_number(self._folder, self.rank)
-            self._word = secrets.token_hex(16)  # kept where the ranks do not all come in time and it tries again
+            self._word = secrets.token_hex(
+                16
+            )  # kept where the ranks do not all come in time and it tries again
         end = time.monotonic() + self.timeout
         words = self._collect(end) if self.rank == 0 else self._answer(end)
         self._token = hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]

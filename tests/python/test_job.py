@@ -175,9 +175,10 @@ def test_a_rank_that_comes_late_after_all(rank: int, tmp_path: Path) -> None:
         early.barrier()
     early.timeout = 30
     expected = [b"0", b"1"]
-    assert together([lambda: early.gather(b"%d" % early.rank), lambda: late.gather(b"%d" % late.rank)]) == [
-        expected
-    ] * 2
+    assert (
+        together([lambda: early.gather(b"%d" % early.rank), lambda: late.gather(b"%d" % late.rank)])
+        == [expected] * 2
+    )
 
 
 @pytest.mark.parametrize("where", ["a folder of its own", "the caller's folder"])
