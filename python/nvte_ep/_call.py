@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nvte_ep import _abi, _lib, _streams
+from nvte_ep import _abi, _cuda, _lib, _streams
 from nvte_ep._arguments import boolean, float32, integer, short
 from nvte_ep._dlpack import View, device_of, pointer, view
-from nvte_ep._dtypes import BY_NAME, CPU, Device, dtype_name
+from nvte_ep._dtypes import BY_NAME, CPU, CUDA_TYPE, Device, dtype_name
 from nvte_ep.array import Array
-from nvte_ep.errors import invalid
+from nvte_ep.errors import BadStateError, Status, invalid
 
 
 class Call:
@@ -126,8 +126,20 @@ class Call:
         found = self.write("findings", array)
         return None if found is None else _at_least_1d(found)
 
-    def new(self, shape: tuple[int, ...], dtype: str) -> Array:
+    def new(self, name: str, shape: tuple[int, ...], dtype: str) -> Array:
+        """An output that the caller did not pass."""
+        self.may_make(name)
         return Array.empty(shape, dtype, self.device)
+
+    def may_make(self, name: str) -> None:
+        """Refuses to make an output while the stream is captured: replays write to it, long after it went to
+        somebody else because nobody held it any more."""
+        if self.device[0] == CUDA_TYPE and _cuda.is_capturing(self.device[1], self.stream):
+            raise BadStateError(
+                Status.BAD_STATE,
+                f"{self.function}: {name}: the stream is captured in a CUDA graph, whose replays write to "
+                f"this output: pass {name}= and keep it as long as the graph",
+            )
 
     def run(self, *arguments: Any, check: Callable[[], None] | None = None) -> None:
         """Calls the C function with the arguments and the stream; `check` may raise in its place."""

@@ -98,6 +98,14 @@ def _is_capturing(stream: int) -> bool:
     return int(status) == _CAPTURE_ACTIVE
 
 
+def is_capturing(device_id: int, stream: int) -> bool:
+    """Whether what goes on the stream becomes part of a CUDA graph."""
+    if (stream or 1) == 1:
+        return False
+    with use_device(device_id):
+        return _is_capturing(stream)
+
+
 def order(device_id: int, first: int, then: int) -> None:
     """Makes the stream `then` wait for all that is on the stream `first` so far.
 

@@ -4,6 +4,9 @@ own allocation and release wait for the device.
 
 Nobody knows which streams still read memory whose last Array is gone: it may have gone to any framework. So
 it waits until the device was idle once; that is asked for when much has gathered, not at each release.
+
+Waiting for the device may be waiting for another thread: ranks that share a GPU wait on it for what the
+others have yet to launch. So no lock that another thread needs to get memory is held meanwhile.
 """
 
 from __future__ import annotations
@@ -36,23 +39,37 @@ class DevicePool:
         self._waiting: collections.deque[tuple[int, int]] = collections.deque()
         self._ready: dict[int, list[int]] = {}
         self._ready_bytes = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is ready; never held during a call into CUDA
+        self._settling = threading.Lock()  # held while the device is waited for
 
     def take(self, nbytes: int) -> int:
         size = block_size(nbytes)
-        with self._lock:
-            waiting = list(self._waiting)
-            if len(waiting) > MOST_BLOCKS or sum(held for _, held in waiting) > self._limit:
-                self._settle()
-            pointers = self._ready.get(size)
-            if pointers:
-                self._ready_bytes -= size
-                return pointers.pop()
+        pointer = self._take_ready(size)
+        if pointer is None and self._much_waits() and self._settling.acquire(blocking=False):
             try:
-                return _cuda.malloc(size, self.device_id)
-            except OutOfMemoryError:
-                self._release()
-                return _cuda.malloc(size, self.device_id)
+                self._settle()
+            finally:
+                self._settling.release()
+            pointer = self._take_ready(size)
+        if pointer is not None:
+            return pointer
+        try:
+            return _cuda.malloc(size, self.device_id)
+        except OutOfMemoryError:
+            self.release()
+            return _cuda.malloc(size, self.device_id)
+
+    def _take_ready(self, size: int) -> int | None:
+        with self._lock:
+            pointers = self._ready.get(size)
+            if not pointers:
+                return None
+            self._ready_bytes -= size
+            return pointers.pop()
+
+    def _much_waits(self) -> bool:
+        waiting = list(self._waiting)
+        return len(waiting) > MOST_BLOCKS or sum(held for _, held in waiting) > self._limit
 
     def give(self, pointer: int, nbytes: int) -> None:
         """For finalizers: makes no call into CUDA."""
@@ -60,8 +77,14 @@ class DevicePool:
 
     def release(self) -> None:
         """Gives all that is not in use back to CUDA."""
+        with self._settling:
+            self._settle()
         with self._lock:
-            self._release()
+            ready = [pointer for pointers in self._ready.values() for pointer in pointers]
+            self._ready.clear()
+            self._ready_bytes = 0
+        for pointer in ready:
+            _cuda.free(pointer, self.device_id)
 
     def _settle(self) -> None:
         """What waits is ready once the device was idle. To release one block waits for that, and unlike a
@@ -72,20 +95,16 @@ class DevicePool:
         gathered.sort(key=lambda block: -block[1])
         if not _cuda.free(gathered.pop()[0], self.device_id):  # the smallest
             return  # CUDA has failed; nothing is used again
-        for pointer, size in gathered:
-            if self._ready_bytes + size > self._limit:
-                _cuda.free(pointer, self.device_id)
-            else:
-                self._ready.setdefault(size, []).append(pointer)
-                self._ready_bytes += size
-
-    def _release(self) -> None:
-        self._settle()
-        for pointers in self._ready.values():
-            for pointer in pointers:
-                _cuda.free(pointer, self.device_id)
-        self._ready.clear()
-        self._ready_bytes = 0
+        too_many = []
+        with self._lock:
+            for pointer, size in gathered:
+                if self._ready_bytes + size > self._limit:
+                    too_many.append(pointer)
+                else:
+                    self._ready.setdefault(size, []).append(pointer)
+                    self._ready_bytes += size
+        for pointer in too_many:
+            _cuda.free(pointer, self.device_id)
 
 
 _pools: dict[int, DevicePool] = {}

@@ -79,7 +79,7 @@ def _pack(format: str, tokens: Any, out: Any, dtype: Any, stream: Any, **options
     source = call.typed("tokens", tokens, dtype)
     count, hidden = call.matrix("tokens", source)
     if out is None:
-        out = call.new((count, row_bytes(format, hidden)), "uint8")
+        out = call.new("out", (count, row_bytes(format, hidden)), "uint8")
     rows = call.write("out", out, as_bytes=True)
     call.run(pointer(source), pointer(rows), _options(call, **options))
     return out
@@ -90,7 +90,7 @@ def _decoded(call: Call, out: Any, shape: tuple[int, int], dtype: Any) -> tuple[
     type of `out`, bfloat16 for a new one."""
     wanted = float_type(call.function, "dtype", "bfloat16" if dtype is None else dtype)
     if out is None:
-        out = call.new(shape, wanted)
+        out = call.new("out", shape, wanted)
     tokens = call.fill("out", out, uint16_is=storage_name(wanted))
     if tokens.shape != shape:
         raise invalid(call.function, "out", f"shape {shape}", f"shape {tokens.shape}")
@@ -228,10 +228,10 @@ def nvfp4_quantize(
     source = call.typed("tokens", tokens, dtype)
     payload_shape, scales_shape = _quantized_shapes("nvfp4", call, source)
     payload, scales, token_scales = _out_parts(call, out, 3)
-    payload = call.new(payload_shape, "uint8") if payload is None else payload
-    scales = call.new(scales_shape, "uint8") if scales is None else scales
+    payload = call.new("out", payload_shape, "uint8") if payload is None else payload
+    scales = call.new("out", scales_shape, "uint8") if scales is None else scales
     if token_scales is None and tensor_scale is None:
-        token_scales = call.new(payload_shape[:1], "float32")
+        token_scales = call.new("out", payload_shape[:1], "float32")
     options = _options(
         call,
         rounding=rounding,
@@ -267,8 +267,8 @@ def mxfp8_quantize(
     source = call.typed("tokens", tokens, dtype)
     payload_shape, scales_shape = _quantized_shapes("mxfp8", call, source)
     payload, scales = _out_parts(call, out, 2)
-    payload = call.new(payload_shape, "uint8") if payload is None else payload
-    scales = call.new(scales_shape, "uint8") if scales is None else scales
+    payload = call.new("out", payload_shape, "uint8") if payload is None else payload
+    scales = call.new("out", scales_shape, "uint8") if scales is None else scales
     options = _options(call, row_count=row_count, findings=findings)
     call.run(
         pointer(source),
@@ -348,6 +348,7 @@ def _direct_receive(
         raise invalid(call.function, "rows_per_expert", "1 dimension", got)
     slots, _ = call.matrix("rows", source)
     if out is None:
+        call.may_make("out")
         step = max(integer(call.function, "alignment", alignment, 32), 1)
         out = Operand(
             format,
@@ -447,7 +448,7 @@ def scales_swizzle(scales: Any, rows_per_expert: Any = None, *, out: Any = None,
     counts = call.read_indices("rows_per_expert", rows_per_expert)
     rows, columns = call.matrix("scales", source)
     if out is None:
-        out = call.new((_swizzled_bytes(rows, columns, counts),), "uint8")
+        out = call.new("out", (_swizzled_bytes(rows, columns, counts),), "uint8")
     call.run(pointer(source), pointer(counts), pointer(call.write("out", out, as_bytes=True)))
     return out
 
@@ -467,7 +468,7 @@ def scales_unswizzle(
     counts = call.read_indices("rows_per_expert", rows_per_expert)
     if out is None:
         shape = integer(call.function, "rows", rows), integer(call.function, "columns", columns)
-        out = call.new(shape, "uint8")
+        out = call.new("out", shape, "uint8")
     call.run(pointer(source), pointer(counts), pointer(call.write("out", out, as_bytes=True)))
     return out
 

@@ -214,6 +214,7 @@ class Handle:
         eager = self.group.info.recv_capacity == 0
         routing = out
         if routing is None:
+            call.may_make("out")
             slots = self._most_slots(num_tokens) if eager else self.slots
             routing = self._new_routing(slots, dtype_name(index_dtype))
         arguments = _abi.PrepareArgs(topk_idx=pointer(indices))
@@ -285,7 +286,7 @@ class Handle:
         arguments.topk_weights = pointer(weights)
         received = self._receive(call, arguments, "dispatch", receive, out, dtype, columnwise, scale_layout)
         if recv_weights is None and topk_weights is not None:
-            recv_weights = call.new((self.slots,), "float32")
+            recv_weights = call.new("recv_weights", (self.slots,), "float32")
         arguments.recv_weights = pointer(call.write("recv_weights", recv_weights))
         self._run(call, arguments)
         received.weights = recv_weights
@@ -311,7 +312,7 @@ class Handle:
         if out is None:
             if accumulate:
                 raise invalid(call.function, "out", "an array to add to", "None with accumulate")
-            out = call.new((self._count(call, num_tokens), self.group.hidden), source.dtype.name)
+            out = call.new("out", (self._count(call, num_tokens), self.group.hidden), source.dtype.name)
         arguments = _abi.CombineArgs(
             expert_out=pointer(source),
             slot_weights=pointer(call.read("slot_weights", slot_weights)),
@@ -342,10 +343,12 @@ class Handle:
         if out is None:
             if accumulate:
                 raise invalid(call.function, "out", "an array to add to", "None with accumulate")
-            out = call.new((self._count(call, num_tokens), self.group.hidden), source.dtype.name)
+            out = call.new("out", (self._count(call, num_tokens), self.group.hidden), source.dtype.name)
         grads = call.read("grad_recv_weights", grad_recv_weights)
         if grads is not None and grad_topk_weights is None:
-            grad_topk_weights = call.new((self._count(call, num_tokens), self.top_k), "float32")
+            grad_topk_weights = call.new(
+                "grad_topk_weights", (self._count(call, num_tokens), self.top_k), "float32"
+            )
         arguments = _abi.DispatchBackwardArgs(
             grad_received=pointer(source),
             grad_recv_weights=pointer(grads),
@@ -396,7 +399,7 @@ class Handle:
             call, send, "combine_backward", receive, out, dtype, columnwise, scale_layout
         )
         if grad_slot_weights is None and expert_out is not None:
-            grad_slot_weights = call.new((self.slots,), "float32")
+            grad_slot_weights = call.new("grad_slot_weights", (self.slots,), "float32")
         arguments = _abi.CombineBackwardArgs(
             send=ctypes.pointer(send),
             slot_weights=pointer(call.read("slot_weights", slot_weights)),
@@ -465,6 +468,7 @@ class Handle:
         if receive == "operand":
             operand = out
             if operand is None:
+                call.may_make("out")
                 operand = self.empty_operand(direction, columnwise=columnwise, scale_layout=scale_layout)
             elif not isinstance(operand, Operand):
                 raise invalid(function, "out", "an Operand", type(out).__name__)
@@ -474,12 +478,12 @@ class Handle:
         if receive == "rows":
             if out is None:
                 width = row_bytes(self.formats[direction], self.group.hidden)
-                out = call.new((self.slots, width), "uint8")
+                out = call.new("out", (self.slots, width), "uint8")
             found: View | None = call.write("out", out, as_bytes=True)
         else:
             wanted = float_type(function, "dtype", "bfloat16" if dtype is None else dtype)
             if out is None:
-                out = call.new((self.slots, self.group.hidden), wanted)
+                out = call.new("out", (self.slots, self.group.hidden), wanted)
             found = call.fill("out", out, uint16_is=storage_name(wanted))
             if dtype is not None and found.dtype.name != wanted:
                 raise invalid(function, "out", f"{wanted}, as dtype says", found.dtype.name)

@@ -4,18 +4,25 @@
 Rank and size come from the environment that the launcher made: torchrun, mpirun (Open MPI, MPICH and their
 kin), srun, or launch() below. Values go through files that appear whole, because they are renamed into place:
 no port, no server.
+
+A folder may hold files of other jobs: of the one before in the same processes, of a run that crashed. Files
+are told apart by the number of the job in its process, and by a token that the ranks agree on before the
+first exchange and that no earlier run can have known.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
 import re
-import shutil
+import secrets
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +47,7 @@ class _Launcher:
     local_size: str
     job: tuple[str, ...] = ()  # what tells this job from others
     job_is_unique: bool = False  # also from one started later with the same settings
+    restarts: str = ""  # how often the job was started again; it need not be set
 
 
 # The first whose rank and size are set. An mpirun inside a Slurm job sets its own beside Slurm's.
@@ -73,6 +81,7 @@ LAUNCHERS = (
         "SLURM_STEP_TASKS_PER_NODE",
         ("SLURM_JOB_ID", "SLURM_STEP_ID"),
         job_is_unique=True,
+        restarts="SLURM_RESTART_COUNT",  # a requeued job keeps its id
     ),
 )
 
@@ -80,7 +89,8 @@ LAUNCHERS = (
 class Job:
     """The ranks of a job, each a process, as this one of them sees it.
 
-    Every rank makes the same sequence of calls of gather, broadcast, barrier and communicator.
+    Every rank makes the same sequence of calls of gather, broadcast, barrier and communicator, and begins its
+    jobs in the same order. The first call waits for all ranks.
     """
 
     def __init__(
@@ -95,7 +105,8 @@ class Job:
         timeout: float = DEFAULT_TIMEOUT,
         owns_folder: bool = False,
     ) -> None:
-        """folder: one that every rank of the job sees and no other job has used; a rank alone needs none."""
+        """folder: one that every rank of the job sees and no other running job uses; a rank alone needs
+        none."""
         if not 0 <= rank < size:
             raise invalid("Job", "rank", f"0 to {size - 1}", str(rank))
         if folder is None and size > 1:
@@ -108,6 +119,9 @@ class Job:
         self.timeout = timeout
         self._folder = Path("" if folder is None else folder)
         self._owns_folder = owns_folder
+        self._number = 0  # of the jobs of this rank in the folder, from its first exchange on
+        self._word = ""  # nobody else knows it before
+        self._token = ""  # of this run of the job
         self._exchanges = 0
         self._closed = False
 
@@ -152,20 +166,20 @@ class Job:
 
     def gather(self, value: bytes) -> list[bytes]:
         """The value of every rank, by rank."""
-        prefix = self._next()
+        exchange = self._next()
         if self.size == 1:
             return [value]
-        self._put(f"{prefix}.{self.rank}", value)
-        return [self._get(f"{prefix}.{rank}") for rank in range(self.size)]
+        self._put(exchange, value)
+        return [self._get(exchange, rank) for rank in range(self.size)]
 
     def broadcast(self, make: Callable[[], bytes], root: int = 0) -> bytes:
         """What `make` gives on one rank."""
-        name = f"{self._next()}.{root}"
+        exchange = self._next()
         if self.rank != root:
-            return self._get(name)
+            return self._get(exchange, root)
         value = make()
         if self.size > 1:
-            self._put(name, value)
+            self._put(exchange, value)
         return value
 
     def barrier(self) -> None:
@@ -182,16 +196,25 @@ class Job:
         return Communicator.nccl(shared, self.rank, self.size, device_id=device_id, timeout_ns=timeout_ns)
 
     def close(self) -> None:
-        """Takes a folder of the job's own away, when every rank has read what is in it."""
+        """Takes the job's files out of a folder of the package's own, when every rank has read what is in
+        them, and the folder, where no other job has files in it."""
         if self._closed:
             return
-        if self._owns_folder and self.size > 1:
-            self._put(f"closed.{self.rank}", b"")
-            if self.rank == 0:
-                for rank in range(self.size):
-                    self._get(f"closed.{rank}")
-                shutil.rmtree(self._folder, ignore_errors=True)
         self._closed = True
+        if not self._owns_folder or self.size == 1:
+            return
+        if self._token:
+            self._put("closed", b"")
+        if self.rank != 0:
+            return
+        if self._token:
+            for rank in range(self.size):
+                self._get("closed", rank)
+            for pattern in (f"{self._number}.*", f".{self._number}.*"):  # a crashed run's of this number too
+                for path in self._folder.glob(pattern):
+                    path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another job's files, or it is gone
+            self._folder.rmdir()
 
     def __enter__(self) -> Job:
         return self
@@ -200,40 +223,139 @@ class Job:
         if kind is None:
             self.close()
 
+    # ---- the first exchange ------------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """Agrees on the token.
+
+        Every rank says hello with a word that nobody can know before; the others put the word of rank 0
+        beside their own, so that rank 0 tells this run's hellos from those that an earlier run has left. Then
+        it lists all words: a rank takes the list that has its own.
+        """
+        if not self._number:
+            self._number = _next_number(self._folder, self.rank)
+            self._word = secrets.token_hex(
+                16
+            )  # kept where the ranks do not all come in time and it tries again
+        end = time.monotonic() + self.timeout
+        words = self._collect(end) if self.rank == 0 else self._answer(end)
+        self._token = hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
+
+    def _collect(self, end: float) -> list[str]:
+        self._write(self._name("hello", 0), self._word.encode())
+        words = [self._word, *(self._word_of(rank, end) for rank in range(1, self.size))]
+        self._write(self._name("start", 0), " ".join(words).encode())
+        return words
+
+    def _word_of(self, rank: int, end: float) -> str:
+        for _ in _pauses(end):
+            word, *answered = self._words("hello", rank) or [""]
+            if answered == [self._word]:
+                return word
+        raise self._timeout(rank, "1")
+
+    def _answer(self, end: float) -> list[str]:
+        answered: list[str] = []
+        for _ in _pauses(end):
+            hello = self._words("hello", 0)
+            if hello != answered:
+                self._write(self._name("hello", self.rank), " ".join([self._word, *hello]).encode())
+                answered = hello
+            words = self._words("start", 0)
+            if words[self.rank : self.rank + 1] == [self._word]:
+                return words
+        raise PeerTimeoutError(
+            Status.TIMEOUT,
+            f"Job: not all of {self.size} ranks came to exchange 1 within {self.timeout:g} s "
+            f"({self._folder})",
+        )
+
+    def _words(self, what: str, rank: int) -> list[str]:
+        return (self._read(self._name(what, rank)) or b"").decode().split()
+
     # ---- files -------------------------------------------------------------------------------------------
 
     def _next(self) -> str:
         if self._closed:
             raise BadStateError(Status.BAD_STATE, "Job: it is closed")
+        if self.size > 1 and not self._token:
+            self._meet()
         self._exchanges += 1
         return str(self._exchanges)
 
-    def _put(self, name: str, value: bytes) -> None:
-        """Nobody ever sees half of the file."""
-        descriptor, temporary = tempfile.mkstemp(dir=self._folder, prefix=f".{name}.")
+    def _name(self, what: str, rank: int) -> str:
+        """Of a file that `rank` writes."""
+        return ".".join(part for part in (str(self._number), self._token, what, str(rank)) if part)
+
+    def _put(self, exchange: str, value: bytes) -> None:
+        self._write(self._name(exchange, self.rank), value)
+
+    def _get(self, exchange: str, rank: int) -> bytes:
+        name = self._name(exchange, rank)
+        for _ in _pauses(time.monotonic() + self.timeout):
+            value = self._read(name)
+            if value is not None:
+                return value
+        raise self._timeout(rank, exchange)
+
+    def _timeout(self, rank: int, exchange: str) -> PeerTimeoutError:
+        return PeerTimeoutError(
+            Status.TIMEOUT,
+            f"Job: rank {rank} of {self.size} did not come to exchange {exchange} within {self.timeout:g} s "
+            f"({self._folder})",
+        )
+
+    def _write(self, name: str, value: bytes) -> None:
+        """Nobody ever sees half of the file; nobody but the user sees any of it."""
+        for _ in _pauses(time.monotonic() + self.timeout):
+            try:
+                descriptor, temporary = tempfile.mkstemp(dir=self._folder, prefix=f".{name}.")
+                break
+            except FileNotFoundError:  # rank 0 closed the job before and found the folder empty
+                if not self._owns_folder:
+                    raise
+                self._folder.mkdir(mode=0o700, exist_ok=True)
+        else:
+            raise self._timeout(self.rank, name)
         with os.fdopen(descriptor, "wb") as file:
             file.write(value)
         os.replace(temporary, self._folder / name)
 
-    def _get(self, name: str) -> bytes:
-        path = self._folder / name
-        end = time.monotonic() + self.timeout
-        pause = 1e-4
-        while True:
-            try:
-                return path.read_bytes()
-            except FileNotFoundError:
-                if time.monotonic() > end:
-                    raise PeerTimeoutError(
-                        Status.TIMEOUT,
-                        f"Job: rank {name.rpartition('.')[2]} of {self.size} did not come to exchange "
-                        f"{name.rpartition('.')[0]} within {self.timeout:g} s ({self._folder})",
-                    ) from None
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_POLL)
+    def _read(self, name: str) -> bytes | None:
+        """None: it is not there."""
+        try:
+            return (self._folder / name).read_bytes()
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):  # ESTALE: replaced, on another machine
+                raise
+            return None
 
     def __repr__(self) -> str:
         return f"Job(rank={self.rank}, size={self.size}, launcher={self.launcher!r})"
+
+
+_numbers: dict[tuple[str, int], int] = {}
+_numbers_lock = threading.Lock()
+
+
+def _next_number(folder: Path, rank: int) -> int:
+    """Jobs are numbered in every process alike. Ranks may be threads of one."""
+    key = (os.path.realpath(folder), rank)
+    with _numbers_lock:
+        _numbers[key] = _numbers.get(key, 0) + 1
+        return _numbers[key]
+
+
+def _pauses(end: float) -> Iterator[None]:
+    """Goes on at once, then after longer and longer pauses; once more when the end has come."""
+    pause = 1e-4
+    while True:
+        last = time.monotonic() > end
+        yield
+        if last:
+            return
+        time.sleep(pause)
+        pause = min(pause * 1.5, _LONGEST_POLL)
 
 
 def parse_unique_id(digits: str) -> bytes:
@@ -261,6 +383,7 @@ def _own_folder(launcher: _Launcher, variables: Mapping[str, str]) -> Path:
     words = [launcher.name, *(variables.get(name, "") for name in launcher.job)]
     if not (launcher.job_is_unique and all(words)):
         words.append(_parent())  # one process starts the ranks of a job: torchrun's agent, mpirun's proxy
+    words.append(variables.get(launcher.restarts, ""))
     digest = hashlib.sha256("\0".join(words).encode()).hexdigest()[:24]
     # The user's own: nobody else may plant an id there.
     base = Path(tempfile.gettempdir()) / f"nvte_ep.{os.getuid()}"

@@ -83,6 +83,10 @@ class FakeRuntime:
         self.capturing = True
         return (0,)
 
+    def cudaStreamIsCapturing(self, stream: int) -> tuple[int, int]:
+        assert stream not in (0, 1), "CUDA refuses the question about the default stream"
+        return 0, int(self.capturing)
+
     def _new(self) -> tuple[int, object]:
         made = [0.0]
         handle = _Handle(made)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -470,6 +472,49 @@ def test_out_of_device_memory_gives_back_what_is_kept(cudart: FakeRuntime) -> No
     with pytest.raises(nvte_ep.OutOfMemoryError, match="cudaMalloc"):
         Array.empty((1 << 21,), "uint8", "cuda")
     assert (cudart.device, cudart.mode) == (0, 0)
+
+
+def test_nobody_waits_for_a_thread_that_waits_for_the_device(
+    cudart: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks as threads on one GPU: what ends one's wait is what the other launches next."""
+    monkeypatch.setattr(_device_pool, "MOST_BLOCKS", 1)
+    first = [Array.empty(1000, device="cuda") for _ in range(3)]
+    first.clear()
+    gc.collect()
+    waiting, launched = threading.Event(), threading.Event()
+    release = FakeRuntime.cudaFree
+
+    def wait(self: FakeRuntime, address: int) -> tuple[int]:
+        waiting.set()
+        assert launched.wait(10), "the other thread did not get its memory"
+        return release(self, address)
+
+    monkeypatch.setattr(FakeRuntime, "cudaFree", wait)
+    with ThreadPoolExecutor(1) as pool:
+        one = pool.submit(Array.empty, 1000, "uint8", "cuda")
+        assert waiting.wait(10)
+        other = Array.empty(1000, "uint8", "cuda")
+        assert not one.done()
+        launched.set()
+        assert one.result().pointer != other.pointer
+
+
+def test_what_is_ready_is_taken_before_the_device_is_waited_for(
+    cudart: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_device_pool, "MOST_BLOCKS", 3)
+    kept = [Array.empty(1000, device="cuda") for _ in range(8)]
+    kept.clear()
+    gc.collect()
+    kept = [Array.empty(1000, device="cuda") for _ in range(5)]  # two more are ready
+    assert cudart.waits == 1
+    kept.clear()  # more than three wait
+    gc.collect()
+    kept = [Array.empty(1000, device="cuda") for _ in range(2)]
+    assert cudart.waits == 1
+    kept.append(Array.empty(1000, device="cuda"))
+    assert (cudart.waits, cudart.allocated) == (2, 8)
 
 
 def test_a_release_that_fails_uses_nothing_again(

@@ -8,6 +8,7 @@ import ctypes
 import json
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -324,8 +325,9 @@ def test_a_rank_that_fails_ends_the_others() -> None:
 def test_processes_exchange_values(tmp_path: Path) -> None:
     assert alone(tmp_path).gather({"a": [1.5, None]}) == [{"a": [1.5, None]}]
     two = [Processes(Job(rank, 2, tmp_path)) for rank in range(2)]
-    two[0].job._put("1.1", json.dumps("from one").encode())
-    assert two[0].gather("from zero") == ["from zero", "from one"]
+    with ThreadPoolExecutor(2) as pool:
+        gathered = list(pool.map(lambda ranks: ranks.gather(f"from {ranks.rank}"), two))
+    assert gathered == [["from 0", "from 1"]] * 2
 
 
 def test_recorder(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ ENVIRONMENTS = {"torchrun": TORCHRUN, "Open MPI": OPEN_MPI, "MPICH": MPICH, "Slu
 @pytest.fixture(autouse=True)
 def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job.tempfile, "gettempdir", lambda: str(tmp_path))
+
+
+def together(calls: list[Callable[[], Any]]) -> list[Any]:
+    """What the calls give, each on a thread of its own."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(lambda call: call(), calls))
 
 
 @pytest.mark.parametrize("launcher", ENVIRONMENTS)
@@ -104,6 +111,13 @@ def test_the_ranks_of_a_job_meet_and_those_of_another_do_not(
         assert folder_of(variables) != before
 
 
+def test_a_job_that_slurm_started_again_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, again = folder_of(SLURM), folder_of({**SLURM, "SLURM_RESTART_COUNT": "1"})
+    assert first != again
+    monkeypatch.setattr(job, "_parent", lambda: "another")
+    assert [folder_of(SLURM), folder_of({**SLURM, "SLURM_RESTART_COUNT": "1"})] == [first, again]
+
+
 def test_several_machines_need_a_folder(tmp_path: Path) -> None:
     variables = {**TORCHRUN, "WORLD_SIZE": "8"}
     with pytest.raises(nvte_ep.UnsupportedError, match="NVTE_EP_RENDEZVOUS"):
@@ -134,13 +148,15 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
 
 def test_half_a_value_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file of a value is not there before all of it is."""
-    writer, reader = Job(0, 2, tmp_path), Job(1, 2, tmp_path, timeout=0.05)
+    writer, reader = Job(0, 2, tmp_path), Job(1, 2, tmp_path)
+    together([writer.barrier, reader.barrier])
+    reader.timeout = 0.05
     real = os.replace
     seen = []
 
     def replace(source: Any, target: Any) -> None:
         with pytest.raises(nvte_ep.PeerTimeoutError):
-            reader._get("1.0")
+            reader._get("2", 0)
         seen.append(Path(source).read_bytes())
         real(source, target)
 
@@ -148,6 +164,46 @@ def test_half_a_value_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     writer.broadcast(lambda: b"all of it")
     assert seen == [b"all of it"]
     assert reader.broadcast(lambda: b"") == b"all of it"
+    (file,) = tmp_path.glob("*.2.0")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_comes_late_after_all(rank: int, tmp_path: Path) -> None:
+    early, late = Job(rank, 2, tmp_path, timeout=0.1), Job(1 - rank, 2, tmp_path)
+    with pytest.raises(nvte_ep.PeerTimeoutError):
+        early.barrier()
+    early.timeout = 30
+    expected = [b"0", b"1"]
+    assert (
+        together([lambda: early.gather(b"%d" % early.rank), lambda: late.gather(b"%d" % late.rank)])
+        == [expected] * 2
+    )
+
+
+@pytest.mark.parametrize("where", ["a folder of its own", "the caller's folder"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_jobs_one_after_another(where: str, closed: bool, tmp_path: Path) -> None:
+    """Rank 1 is in the next job while rank 0 is still in the one before, and leaves its files alone."""
+    mine = {} if where == "a folder of its own" else {"NVTE_EP_RENDEZVOUS": str(tmp_path)}
+
+    def jobs_of(rank: int) -> list[bytes]:
+        found = []
+        for number in range(3):
+            ranks = Job.from_environment(
+                {**TORCHRUN, **mine, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+                timeout=10,
+            )
+            found.append(ranks.broadcast(lambda number=number: str(number).encode()))
+            if rank == 0:
+                time.sleep(0.1)
+            if closed:
+                ranks.close()
+        return found
+
+    assert together([lambda: jobs_of(0), lambda: jobs_of(1)]) == [[b"0", b"1", b"2"]] * 2
+    if where == "a folder of its own" and closed:
+        assert list(tmp_path.glob("nvte_ep.*/*")) == []
 
 
 def test_closed(tmp_path: Path) -> None:
@@ -234,6 +290,45 @@ def test_processes(launcher: str, tmp_path: Path) -> None:
     assert [one["rank"] for one in found] == [one["local"] for one in found] == [0, 1, 2, 3]
     assert {one["launcher"] for one in found} == {"nvte_ep.job.launch" if launcher == "launch" else launcher}
     assert list((tmp_path / "tmp").glob("nvte_ep.*/*")) == []  # taken away in the end
+
+
+CRASH = """
+import os, sys, time
+from pathlib import Path
+from nvte_ep import Job
+
+job = Job.from_environment(timeout=30)
+folder = Path(sys.argv[1])
+if job.rank == 0 and (folder / "ran").exists():
+    time.sleep(0.5)  # what the run before has left is all that the others find
+value = job.broadcast(lambda: str(os.getpid()).encode()).decode()
+values = job.gather(value.encode())
+assert values == [value.encode()] * job.size, values
+(folder / f"ran.{job.rank}").write_text(value)
+os._exit(0)  # without closing
+"""
+
+
+def test_a_run_after_one_that_crashed(tmp_path: Path) -> None:
+    """Its files are still there, and the folder is the same: the same parent, the same settings."""
+    (tmp_path / "tmp").mkdir()
+    ids = []
+    for _ in range(2):
+        assert (
+            run(
+                3,
+                CRASH,
+                tmp_path,
+                lambda rank: {**MPICH, "PMI_RANK": str(rank), "PMI_SIZE": "3", "MPI_LOCALNRANKS": "3"},
+            )
+            == 0
+        )
+        ids.append({(tmp_path / f"ran.{rank}").read_text() for rank in range(3)})
+        (tmp_path / "ran").touch()
+    assert [len(one) for one in ids] == [1, 1]
+    assert ids[0] != ids[1]
+    (folder,) = (tmp_path / "tmp").glob("nvte_ep.*/*")
+    assert list(folder.iterdir()) != []
 
 
 def test_launch_ends_all_when_one_fails(tmp_path: Path) -> None:
