@@ -723,7 +723,7 @@ def test_received_by_default(group: Group) -> None:
     handle, _, _, _ = make(group, dispatch="nvfp4")
     assert handle.dispatch(tokens_of()).operand is not None
     assert handle.combine_backward(tokens_of()).operand is None  # bf16
-    handle, _, model, _ = make(group)
+    handle, model, _, _ = make(group)
     received = handle.dispatch(tokens_of())
     assert received.operand is None
     expected = handle.dispatch(tokens_of(), receive="decoded").data
