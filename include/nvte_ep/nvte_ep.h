@@ -210,7 +210,8 @@ NVTE_EP_API int32_t nvte_ep_version(void);
 NVTE_EP_API int32_t nvte_ep_abi_version(void);
 
 /* [out] json: NUL-terminated JSON, owned by the library, valid for ever: version, abi_version, formats, backends and
- * transports with "available" and, where false, "reason". Loads nothing. Since ABI 1. */
+ * transports with "available" and, where false, "reason". Where there is a CUDA device, the first call looks for NCCL and
+ * NCCL EP, and so loads them and sets the environment variables that NCCL EP's compiler reads. Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_build_info(const char** json);
 
 /* Name of a status class, e.g. "INVALID_ARGUMENT"; "UNKNOWN" for any other number. Cannot fail. Since ABI 1. */

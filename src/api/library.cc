@@ -1,5 +1,6 @@
 // Library: versions, formats, build information, error texts.
 #include "api/guard.h"
+#include "core/json.h"
 #include "core/struct_reader.h"
 #include "core/transport.h"
 #include "formats/format_table.h"
@@ -7,15 +8,6 @@
 using namespace nvte_ep;
 
 namespace {
-
-std::string json_string(const std::string& value) {
-  std::string out = "\"";
-  for (char c : value) {
-    if (c == '"' || c == '\\') out += '\\';
-    out += c;
-  }
-  return out + "\"";
-}
 
 std::string json_list(const std::vector<Availability>& list) {
   std::string out = "[";
