@@ -14,7 +14,7 @@ from nvte_ep._dlpack import View
 from nvte_ep._dtypes import device_name, dtype_name
 from nvte_ep.array import Array, element_type
 from nvte_ep.communicator import Owned
-from nvte_ep.errors import BadStateError, NvteEpError, Status, invalid
+from nvte_ep.errors import BadStateError, NvteEpError, Status, UnsupportedError, invalid
 from nvte_ep.formats import lookup, row_bytes
 from nvte_ep.group import Group
 from nvte_ep.operand import Operand
@@ -248,7 +248,7 @@ class Handle:
         tokens: Any,
         topk_weights: Any = None,
         *,
-        receive: str = "operand",
+        receive: str | None = None,
         out: Any = None,
         recv_weights: Any = None,
         dtype: Any = None,
@@ -270,7 +270,8 @@ class Handle:
         gave.
         topk_weights: float32 [T, K]; then each slot's weight comes with it.
         receive: "operand" (out: an Operand), "rows" (uint8 [slots, row_bytes]) or "decoded" ([slots, H] of
-        `dtype`, or of the type of `out`; None: bfloat16). columnwise and scale_layout describe a new Operand.
+        `dtype`, or of the type of `out`; None: bfloat16). None: "operand" where the wire format has one, else
+        "decoded": bf16 has none. columnwise and scale_layout describe a new Operand.
         """
         call = self._begin("dispatch", {"tokens": _first(tokens)}, stream)
         packing = {
@@ -363,7 +364,7 @@ class Handle:
         self,
         grad: Any,
         *,
-        receive: str = "operand",
+        receive: str | None = None,
         out: Any = None,
         slot_weights: Any = None,
         expert_out: Any = None,
@@ -452,7 +453,7 @@ class Handle:
         call: Call,
         arguments: _abi.DispatchArgs,
         direction: str,
-        receive: str,
+        receive: str | None,
         out: Any,
         dtype: Any,
         columnwise: bool,
@@ -460,6 +461,13 @@ class Handle:
     ) -> Received:
         """The receiving half: fills in where the data goes."""
         function = call.function
+        format = self.formats[direction]
+        has_operand = lookup(function, direction, format).operand_multiple > 0
+        if receive is None:
+            receive = "operand" if has_operand else "decoded"
+        if receive == "operand" and not has_operand:
+            text = f'{function}: receive="operand": {format} has no operand; expected "decoded" or "rows"'
+            raise UnsupportedError(Status.UNSUPPORTED, text)
         arguments.receive = _lib.enum(function, "receive", "NVTE_EP_RECEIVE_", receive)
         if dtype is not None and receive != "decoded":
             raise invalid(function, "dtype", f'None with receive="{receive}"', repr(dtype))
@@ -477,7 +485,7 @@ class Handle:
             return Received(operand=operand)
         if receive == "rows":
             if out is None:
-                width = row_bytes(self.formats[direction], self.group.hidden)
+                width = row_bytes(format, self.group.hidden)
                 out = call.new("out", (self.slots, width), "uint8")
             found: View | None = call.write("out", out, as_bytes=True)
         else:

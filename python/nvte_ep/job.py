@@ -302,7 +302,8 @@ class Job:
         return PeerTimeoutError(
             Status.TIMEOUT,
             f"Job: rank {rank} of {self.size} did not come to exchange {exchange} within {self.timeout:g} s "
-            f"({self._folder})",
+            f"({self._folder}); ranks that a launcher starts through a program between need "
+            f"{FOLDER_VARIABLE}, a folder that all of them see",
         )
 
     def _write(self, name: str, value: bytes) -> None:

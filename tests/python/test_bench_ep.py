@@ -238,6 +238,44 @@ def test_a_transport_that_is_not_here(measured: Callable[..., dict[str, Any]]) -
     assert list(answer["shapes"][0]["operations"][0]["figures"]) == ["threads"]
 
 
+def test_nothing_measured_is_an_error(
+    measured: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = measured("--transports", "peer", "--only", "prepare", code=2)
+    assert not answer["ok"]
+    printed = capsys.readouterr()
+    assert "OK" not in printed.out
+    assert printed.err.startswith("nvte-ep bench ep: error: nothing was measured: peer, T 40")
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_processes_need_a_gpu(
+    launched: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever starts them."""
+    monkeypatch.setattr(bench_ep, "cuda_reason", lambda: "there is none")
+    if launched:
+        for name, value in job.environment_of(0, 2, "/nowhere").items():
+            monkeypatch.setenv(name, value)
+    assert main(["bench", "ep", *SHAPE, *([] if launched else ["--ranks", "2"])]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "ranks as processes need a GPU: there is none; use --threads" in printed.err
+
+
+def test_the_host_is_not_described_as_a_device(
+    measured: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = measured("--ranks", "2", "--only", "prepare")
+    printed = capsys.readouterr().out
+    assert answer["rates"]["link_gbps"] is None
+    for word in ("device", "graph", "link", "NCCL"):
+        assert word not in printed
+    assert "small shape" not in printed
+    measured("--only", "prepare", base=["bench", "ep", "--device", "cpu"])
+    assert "the host is measured with a small shape" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("only", "part"),
     [

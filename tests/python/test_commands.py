@@ -7,6 +7,7 @@ import importlib.metadata
 import itertools
 import json
 import math
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -822,6 +823,39 @@ def test_plan_report_fits_a_terminal(model: str, domain: str, capsys: pytest.Cap
     assert str(plan.MODELS[model].hidden) in text
 
 
+def test_plan_without_room_for_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """Columnwise MXFP8 takes slabs of a multiple of 32 slots."""
+    arguments = ["plan", "--alignment", "16", "--formats", "mxfp8"]
+    (found,) = document(capsys, *arguments)["formats"]
+    assert found["training_operand_bytes"] is None
+    assert found["expected"]["training dispatch"] is None
+    assert found["expected"]["training layer"] is None
+    assert found["expected"]["layer"] > 0
+    assert main(arguments) == 0
+    assert re.search(r"with columnwise parts +-\n", capsys.readouterr().out)
+
+
+def test_plan_says_that_it_has_no_figures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan"]) == 0
+    assert "of the package: peer with 2 ranks" in capsys.readouterr().out
+    monkeypatch.setattr(plan, "DEFAULT", tmp_path / "none.json")
+    assert main(["plan"]) == 0
+    printed = capsys.readouterr().out
+    assert "give --figures" in printed
+    assert "time expected" not in printed
+
+
+@pytest.mark.parametrize("option", ["--format", "--formats"])
+@pytest.mark.parametrize(
+    "command", [["demo"], ["plan"], ["doctor", "--warm", "64,512,3,8"]], ids=lambda words: words[0]
+)
+def test_formats_have_one_name(option: str, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, option, "fp3"]) == 2
+    assert f"nvte-ep {command[0]}: error: --formats: expected" in capsys.readouterr().err
+
+
 def test_plan_lists_its_models(capsys: pytest.CaptureFixture[str]) -> None:
     models = document(capsys, "plan", "--list-models")["models"]
     assert models["gpt-oss-120b"] == {"hidden": 2880, "experts": 128, "top_k": 4, "moe_layers": 36}
@@ -837,7 +871,9 @@ def test_plan_lists_its_models(capsys: pytest.CaptureFixture[str]) -> None:
         (["--hidden", "100"], "--hidden: bf16 needs a multiple of 16, got 100"),
         (["--hidden", "48"], "--hidden: mxfp8 needs a multiple of 32, got 48"),
         (["--top-k", "300"], "--top-k: at most 256"),
-        (["--format", "fp3"], "--format: expected bf16, mxfp8, nvfp4, got fp3"),
+        (["--formats", "fp3"], "--formats: expected bf16, mxfp8, nvfp4, got fp3"),
+        (["--transport", "foo"], "--transport: expected peer, nccl_ep, nccl, threads, got foo"),
+        (["--transport", "foo", "--no-figures"], "--transport: expected"),
         (["--combine", "nvfp4"], "--combine: expected bf16, mxfp8, got nvfp4"),
         (["--domain", "3"], "--domain: must divide the 8 ranks"),
         (["--link-gbps", "nan"], "--link-gbps: expected more than 0"),

@@ -712,8 +712,22 @@ def test_dispatch_that_is_refused(group: Group, change: dict[str, Any], named: s
 
 def test_an_operand_of_bf16_is_unsupported(group: Group) -> None:
     handle, _, _, _ = make(group)
-    with pytest.raises(nvte_ep.UnsupportedError):
-        handle.dispatch(tokens_of())
+    with pytest.raises(
+        nvte_ep.UnsupportedError, match='nvte_ep_handle_dispatch: receive="operand": bf16 has no'
+    ):
+        handle.dispatch(tokens_of(), receive="operand")
+
+
+def test_received_by_default(group: Group) -> None:
+    """The operand where the wire format has one, else decoded."""
+    handle, _, _, _ = make(group, dispatch="nvfp4")
+    assert handle.dispatch(tokens_of()).operand is not None
+    assert handle.combine_backward(tokens_of()).operand is None  # bf16
+    handle, model, _, _ = make(group)
+    received = handle.dispatch(tokens_of())
+    assert received.operand is None
+    expected = handle.dispatch(tokens_of(), receive="decoded").data
+    assert (received.data.numpy()[: model.total] == expected.numpy()[: model.total]).all()
 
 
 def combined(model: Model, slots: Any, weights: Any) -> Any:

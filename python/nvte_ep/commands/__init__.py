@@ -15,9 +15,10 @@ from nvte_ep.errors import NvteEpError
 COMMANDS = {
     "doctor": "what works on this machine, what does not, and the remedy",
     "demo": "an MoE layer, forward and backward, in every wire format: bytes, times, errors",
-    "plan": "bytes, memory and the least time of an exchange, for a model and a cluster",
+    "plan": "bytes, memory, floors and expected times for a model and a cluster that this machine is not",
     "bench": "what codecs and exchanges take on this machine, beside a copy and beside NCCL EP",
 }
+
 USAGE_ERROR = 2  # argparse's own
 
 
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _limit_blas_threads()
     parser = _parser()
     arguments, unknown = parser.parse_known_args(argv)
+    names = (arguments.command, getattr(arguments, "benchmark", None))
+    command = " ".join(["nvte-ep", *filter(None, names)])
     arguments.argv = list(sys.argv[1:] if argv is None else argv)  # for a command that starts itself again
     if unknown:  # argparse itself would print the usage of nvte-ep, whatever the command
         getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -72,10 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return USAGE_ERROR
         return int(arguments.run(arguments))
     except UsageError as error:
-        print(f"nvte-ep {arguments.command}: error: {error}", file=sys.stderr)
+        print(f"{command}: error: {error}", file=sys.stderr)
         return USAGE_ERROR
     except NvteEpError as error:
-        print(f"nvte-ep {arguments.command}: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

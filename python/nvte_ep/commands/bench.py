@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(benchmark)
-        benchmark.set_defaults(run_benchmark=module.run)
+        benchmark.set_defaults(run_benchmark=module.run, parser=benchmark)
 
 
 def run(arguments: argparse.Namespace) -> int:

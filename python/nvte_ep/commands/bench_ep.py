@@ -2,8 +2,9 @@
 every transport that works here, with NCCL EP called directly in the same run as the peer to beat.
 
 Ranks are processes, one for each GPU: --ranks N starts them, and torchrun, mpirun and srun do as well. With
---threads they are threads of this process, on one GPU or several. What was received is compared with the host
-backend on the timed buffers. Exit code 1: a byte differs, or an operation failed.
+--threads they are threads of this process, on one GPU or several, or on the host. What was received is
+compared with the host backend on the timed buffers. Exit code 1: a byte differs, or an operation failed;
+2: a wrong argument, or nothing could be measured.
 """
 
 from __future__ import annotations
@@ -51,10 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     who.add_argument(
         "--threads",
         action="store_true",
-        help="ranks are threads of this process, as they are on the host: peer only",
+        help="ranks are threads of this process: on GPUs by transport peer alone, on the host, where they "
+        "are so in any case (--device cpu), by transport threads",
     )
     who.add_argument("--device", metavar="D", help="cuda or cpu (cuda where the library has it)")
-    who.add_argument("--transports", metavar="LIST", help="of " + ", ".join(TRANSPORTS) + " (all that work)")
+    who.add_argument(
+        "--transports",
+        metavar="LIST",
+        help=f"on GPUs of {', '.join(TRANSPORTS)}, on the host threads (all that work)",
+    )
     who.add_argument("--no-nccl-ep", action="store_true", help="not NCCL EP itself beside them")
     who.add_argument(
         "--nccl-ep-sms",
@@ -65,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     who.add_argument(
         "--num-sms", type=int, default=0, metavar="N", help="multiprocessors for every side (as it likes)"
     )
-    what = parser.add_argument_group("what is measured: lists are combined; without any, the usual shapes")
+    what = parser.add_argument_group(
+        "what is measured: lists are combined; without any, the usual shapes, or on the host a small one"
+    )
     what.add_argument("--tokens", metavar="LIST", help="of a rank, e.g. 128,1024,4096,8192")
     what.add_argument("--hidden", metavar="LIST", help="elements of a token (7168)")
     what.add_argument("--top-k", metavar="LIST", help="experts of a token (8)")
@@ -217,8 +225,13 @@ def measure(arguments: argparse.Namespace, ranks: Ranks) -> Report:
             devices=devices,
             num_sms=arguments.num_sms,
             copy_gbps=copy_gbps,
-            link_gbps=arguments.link_gbps,
+            link_gbps=arguments.link_gbps if machine.kind == "cuda" else None,
         )
+        if machine.kind == "cpu" and shapes == HOST_SHAPES:
+            report.notes.append(
+                "the host is measured with a small shape, not those of a GPU: --tokens, --hidden, --top-k, "
+                "--experts and --alignment give others"
+            )
         bench = Bench(
             arguments,
             ranks,
@@ -260,6 +273,10 @@ def run(arguments: argparse.Namespace) -> int:
                 raise UsageError(f"ranks are threads here, and {ranks.launcher} has started processes")
             reports = run_threads(arguments.ranks or 1, lambda member: measure(arguments, member))
             return _finish(arguments, reports[0])
+        if max(ranks.size, arguments.ranks or 1) > 1:
+            reason = cuda_reason()
+            if reason is not None:
+                raise UsageError(f"ranks as processes need a GPU: {reason}; use --threads")
         if ranks.size == 1 and (arguments.ranks or 1) > 1:
             return _launch(arguments)
         if arguments.ranks not in (None, ranks.size):
@@ -285,6 +302,8 @@ def _launch(arguments: argparse.Namespace) -> int:
 def _finish(arguments: argparse.Namespace, report: Report) -> int:
     if arguments.json is not None:
         arguments.json.write_text(dump(report))
+    if report.nothing:
+        raise UsageError(f"nothing was measured: {'; '.join(report.not_run)}")
     if arguments.markdown is not None:
         arguments.markdown.write_text(markdown(report, NCCL_EP))
     if arguments.plot is not None:

@@ -50,7 +50,7 @@ def document(report: Report, peer: str) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "benchmark": "ep",
-        "ok": not report.failed,
+        "ok": not report.failed and not report.nothing,
         "library": report.library,
         "device": report.device,
         "software": report.software,
@@ -109,12 +109,18 @@ def where(report: Report) -> list[str]:
         place = f"host memory, {device['threads']} threads, {device['name']}"
     versions = ", ".join(f"{name} {version}" for name, version in report.software.items())
     kind = "threads of one process" if report.threads else "processes"
-    ranks = "1 rank" if report.ranks == 1 else f"{report.ranks} ranks ({kind}) on {report.devices} devices"
+    ranks = "1 rank" if report.ranks == 1 else f"{report.ranks} ranks ({kind})"
+    if report.ranks > 1 and device["kind"] == "cuda":
+        ranks += f" on {report.devices} device{'s' if report.devices > 1 else ''}"
     lines = [
         f"nvte_ep {report.library['version']}, {ranks}, {place}",
         f"with {versions}",
         f"copy: {report.copy_gbps:.0f} GB/s, read + written"
-        + (f"; link taken as {report.link_gbps:.0f} GB/s a direction" if report.ranks > 1 else "")
+        + (
+            f"; link taken as {report.link_gbps:.0f} GB/s a direction"
+            if report.ranks > 1 and report.link_gbps is not None
+            else ""
+        )
         + (f"; every side on at most {report.num_sms} multiprocessors" if report.num_sms else ""),
     ]
     if report.shared_device and report.device["kind"] == "cuda":
@@ -129,11 +135,19 @@ def where(report: Report) -> list[str]:
     return lines
 
 
+HOST_LEGEND = [
+    "us: median wall clock of the slowest rank, 10 to 90 % in brackets; x floor: over the fewest bytes at",
+    "the rate above. *: small enough to come from the cache. step: one whole step, prepare included.",
+]
 LEGEND = [
     "us: median time of the slowest rank on the device, 10 to 90 % in brackets; x floor: over the fewest",
     "bytes at the rates above; NCCL EP: called directly, the best of its settings; gain: its time over ours.",
     "*: small enough to come from the cache. step: one graph replay of a whole step, prepare included.",
 ]
+
+
+def legend(report: Report) -> list[str]:
+    return LEGEND if report.device["kind"] == "cuda" else HOST_LEGEND
 
 
 def microseconds(value: float) -> str:
@@ -166,7 +180,7 @@ def _starred(row: Row) -> str:
 def _heading(row: Row) -> str:
     nbytes = f"memory {size(row.floor.memory_bytes)}"
     if row.floor.link_bytes:
-        nbytes += f", link {size(row.floor.link_bytes)}"
+        nbytes += f", between ranks {size(row.floor.link_bytes)}"
     return f"{_starred(row)}: {nbytes}, floor {microseconds(row.floor_microseconds)} us"
 
 
@@ -225,7 +239,7 @@ _VERDICT = {None: "", True: "pass", False: "MISS"}
 
 def text(report: Report, peer: str) -> list[str]:
     """The tables of a terminal."""
-    lines = [*where(report), *LEGEND]
+    lines = [*where(report), *legend(report)]
     for section in report.sections:
         lines += ["", f"{section.shape.name}: {section.slots} slots"]
         cells: list[list[str]] = [COLUMNS]
@@ -260,7 +274,7 @@ def _markdown_table(columns: list[str], rows: Iterator[list[str]] | list[list[st
 
 def markdown(report: Report, peer: str) -> str:
     """The same as Markdown."""
-    lines = ["# Exchanges", "", *(f"- {line}" for line in where(report)), "", " ".join(LEGEND), ""]
+    lines = ["# Exchanges", "", *(f"- {line}" for line in where(report)), "", " ".join(legend(report)), ""]
     for section in report.sections:
         lines += [f"## {section.shape.name}", "", f"{section.slots} slots.", ""]
         rows = [

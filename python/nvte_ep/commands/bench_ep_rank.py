@@ -135,7 +135,7 @@ class Bench:
 
     def _operation(self, data: Data, section: Section, sides: list[Side], operation: Operation) -> None:
         floors = [floor(data, operation, rank) for rank in range(self.ranks.size)]
-        rates = self.report.copy_gbps, self.report.link_gbps
+        rates = self.report.rates
         least = max(floors, key=lambda found: found.microseconds(*rates))
         single = operation.verb == "step"
         moved = least.memory_bytes

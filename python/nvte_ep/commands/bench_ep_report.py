@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +73,7 @@ class Report:
     devices: int  # that the ranks are on
     num_sms: int
     copy_gbps: float
-    link_gbps: float
+    link_gbps: float | None  # None: there is no link, the ranks share a memory
     sides: list[str] = field(default_factory=list)
     sections: list[Section] = field(default_factory=list)
     compared_bytes: int = 0
@@ -80,6 +81,17 @@ class Report:
     failed: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """GB/s of memory and of the link."""
+        return self.copy_gbps, math.inf if self.link_gbps is None else self.link_gbps
+
+    @property
+    def nothing(self) -> bool:
+        """Nothing was measured, and nothing failed: no result at all."""
+        measured = any(row.figures for section in self.sections for row in section.rows)
+        return not measured and not self.failed
 
     @property
     def shared_device(self) -> bool:

@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def examine_library() -> list[Finding]:
-    remedy = "pip install nvte-ep, or build the library and set NVTE_EP_LIBRARY to libnvte_ep.so"
+    remedy = "pip install . in the source tree, or build the library and set NVTE_EP_LIBRARY to libnvte_ep.so"
     try:
         path = nvte_ep.library_path()
         version, abi = nvte_ep.version(), nvte_ep.abi_version()

@@ -14,6 +14,7 @@ from typing import Any
 from nvte_ep.commands._expect import Cluster
 from nvte_ep.commands._figures import DEFAULT, Figures, load
 from nvte_ep.commands._report import UsageError, pairs, print_json, size, table
+from nvte_ep.commands.bench_ep_rank import TRANSPORTS
 from nvte_ep.communicator import Communicator, unique_id
 from nvte_ep.errors import NvteEpError
 from nvte_ep.formats import format_info, row_bytes
@@ -79,14 +80,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--figures",
         type=Path,
         metavar="FILE",
-        help="JSON of nvte-ep bench ep to go by (those of an H200 that come with the package)",
+        help="JSON of nvte-ep bench ep to go by (those of two H200 that come with the package)",
     )
     figures.add_argument("--no-figures", action="store_true", help="floors only")
     figures.add_argument(
-        "--transport", default="peer", metavar="NAME", help="whose figures: peer, nccl_ep, nccl (peer)"
+        "--transport",
+        default="peer",
+        metavar="NAME",
+        help="whose figures: peer, nccl_ep, nccl, threads (peer, the only one in the package's figures)",
     )
     how = parser.add_argument_group("how it runs")
-    how.add_argument("--format", metavar="LIST", help="wire formats of dispatch and combine backward (all)")
+    how.add_argument(
+        "--formats",
+        "--format",
+        dest="formats",
+        metavar="LIST",
+        help="wire formats of dispatch and combine backward (all)",
+    )
     how.add_argument(
         "--combine", default="bf16", metavar="FORMAT", help="of combine and dispatch backward (bf16)"
     )
@@ -150,9 +160,9 @@ def _setting(arguments: argparse.Namespace) -> Setting:
     if arguments.alignment & (arguments.alignment - 1):
         raise UsageError(f"--alignment: a power of two, got {arguments.alignment}")
     known = format_info()
-    formats = list(known) if arguments.format is None else [f.strip() for f in arguments.format.split(",")]
+    formats = list(known) if arguments.formats is None else [f.strip() for f in arguments.formats.split(",")]
     sums = [name for name, info in known.items() if info.token_scale_bytes == 0]  # what can carry them
-    for option, names, legal in (("format", formats, list(known)), ("combine", [arguments.combine], sums)):
+    for option, names, legal in (("formats", formats, list(known)), ("combine", [arguments.combine], sums)):
         for name in names:
             if name not in legal:
                 raise UsageError(f"--{option}: expected {', '.join(legal)}, got {name}")
@@ -176,6 +186,9 @@ def _setting(arguments: argparse.Namespace) -> Setting:
 
 
 def _figures(arguments: argparse.Namespace) -> Figures | None:
+    known = (*TRANSPORTS, "threads")
+    if arguments.transport not in known:
+        raise UsageError(f"--transport: expected {', '.join(known)}, got {arguments.transport}")
     if arguments.no_figures or (arguments.figures is None and not DEFAULT.is_file()):
         return None
     return load(arguments.figures or DEFAULT, arguments.transport)
@@ -210,10 +223,15 @@ class FormatPlan:
     dispatch: Exchange
     combine: Exchange
     operand_bytes: int  # of the receive capacity, rowwise
-    training_operand_bytes: int  # with the columnwise parts
+    training_operand_bytes: int | None  # with the columnwise parts; None: the alignment rules them out
     layer_microseconds: float  # forward: dispatch and combine
     training_layer_microseconds: float  # and backward: the same again
     expected: dict[str, float | None]  # microseconds by the figures; None: they lack something
+
+
+def _has_columns(setting: Setting, name: str) -> bool:
+    """Whether operands of this format can have columnwise parts."""
+    return setting.cluster.alignment >= format_info()[name].columnwise_alignment
 
 
 def _plan_format(setting: Setting, name: str, capacity: int) -> FormatPlan:
@@ -225,11 +243,12 @@ def _plan_format(setting: Setting, name: str, capacity: int) -> FormatPlan:
     # The fewest bytes of memory: read the tokens, write the slots; and the other way round.
     dispatch = _exchange(setting, width, bf16_tokens + cluster.slots * width)
     combine = _exchange(setting, combine_width, bf16_slots + bf16_tokens)
-    if format_info()[name].operand_multiple == 0:
-        rowwise = training = capacity * width
-    else:
-        sizes = [
-            operand_layout(
+    rowwise = capacity * width
+    training: int | None = rowwise
+    if format_info()[name].operand_multiple:
+
+        def operand_bytes(columnwise: bool) -> int:
+            return operand_layout(
                 name,
                 hidden,
                 capacity,
@@ -237,9 +256,9 @@ def _plan_format(setting: Setting, name: str, capacity: int) -> FormatPlan:
                 alignment=cluster.alignment,
                 columnwise=columnwise,
             ).total_bytes
-            for columnwise in (False, cluster.alignment >= format_info()[name].columnwise_alignment)
-        ]
-        rowwise, training = sizes
+
+        rowwise = operand_bytes(columnwise=False)
+        training = operand_bytes(columnwise=True) if _has_columns(setting, name) else None
     forward = dispatch.microseconds + combine.microseconds
     expected = {} if setting.figures is None else _expected(setting, setting.figures, name, dispatch, combine)
     return FormatPlan(name, width, dispatch, combine, rowwise, training, forward, 2 * forward, expected)
@@ -272,6 +291,9 @@ def _expected(
             f"dispatch_backward {setting.combine}", combine.microseconds
         ),
     }
+
+    if not _has_columns(setting, name):
+        calls["training dispatch"] = calls["combine_backward"] = None
 
     def together(*names: str) -> float | None:
         found = [calls[name] for name in names]
@@ -414,7 +436,7 @@ def _print_report(setting: Setting, document: dict[str, Any]) -> None:
         rows.append(row("combine over the network", lambda plan: size(plan["combine"]["network_bytes"])))
     rows.append(("memory of a rank",))
     rows.append(row("what dispatch delivers", lambda plan: size(plan["operand_bytes"])))
-    rows.append(row("  with columnwise parts", lambda plan: size(plan["training_operand_bytes"])))
+    rows.append(row("  with columnwise parts", lambda plan: _size_or_none(plan["training_operand_bytes"])))
     rows.append(("floor, microseconds",))
     rows.append(row("dispatch", lambda plan: _microseconds(plan["dispatch"]["microseconds"])))
     rows.append(row("  bound by", lambda plan: plan["dispatch"]["bound_by"]))
@@ -463,7 +485,9 @@ def _print_report(setting: Setting, document: dict[str, Any]) -> None:
             "between ranks. Real routing is uneven: the fullest rank decides",
         ),
     ]
-    if setting.figures is not None:
+    if setting.figures is None:
+        notes.append(("no figures", "give --figures for expected times"))
+    else:
         source = "the package" if document["figures"]["source"] == str(DEFAULT) else setting.figures.source
         ranks = f"{setting.figures.ranks} rank{'s' if setting.figures.ranks > 1 else ''}"
         notes.append(
@@ -475,6 +499,10 @@ def _print_report(setting: Setting, document: dict[str, Any]) -> None:
             )
         )
     print("\n".join(pairs(notes)))
+
+
+def _size_or_none(nbytes: int | None) -> str:
+    return "-" if nbytes is None else size(nbytes)
 
 
 def _expected_text(microseconds: float | None, layers: int = 1) -> str:
