@@ -1,4 +1,4 @@
-// What the transports of device memory do differently: how items get from rank to rank. device_handle.h does the rest.
+// What the transports of device memory do differently: how items get from rank to rank. device_handle.cc does the rest.
 #ifndef NVTE_EP_TRANSPORTS_DEVICE_EXCHANGE_H_
 #define NVTE_EP_TRANSPORTS_DEVICE_EXCHANGE_H_
 

@@ -48,16 +48,36 @@ Finding DeviceReport::next_finding(int32_t rank, int64_t handle_id, bool report_
   return Finding();
 }
 
-Status DeviceMember::agree_on_handle(const HandleSettings& handle, nvte_ep_stream_t stream) const {
-  return ranks->agree("prepare",
-                      {{"handle (the n-th of the group)", handle.id},
-                       {"top_k", handle.top_k},
-                       {"alignment", handle.alignment},
-                       {"dispatch", handle.dispatch},
-                       {"combine", handle.combine},
-                       {"dispatch_backward", handle.dispatch_backward},
-                       {"combine_backward", handle.combine_backward}},
-                      stream);
+Status DeviceMember::begin_prepare(const HandleSettings& handle, nvte_ep_stream_t stream,
+                                   bool* agreed) const {
+  NVTE_EP_TRY(check_alive());
+  bool capturing = false;
+  NVTE_EP_TRY(backend->is_capturing(stream, &capturing));
+  if (capturing && settings.eager())
+    return bad_state("stream: an eager group cannot be captured, its prepare waits");
+  if (*agreed) return Status();
+  if (capturing) {
+    return bad_state(
+        "stream: a handle's first prepare checks the ranks' settings and waits: call it once before the "
+        "capture");
+  }
+  NVTE_EP_TRY(ranks->agree("prepare",
+                           {{"handle (the n-th of the group)", handle.id},
+                            {"top_k", handle.top_k},
+                            {"alignment", handle.alignment},
+                            {"dispatch", handle.dispatch},
+                            {"combine", handle.combine},
+                            {"dispatch_backward", handle.dispatch_backward},
+                            {"combine_backward", handle.combine_backward}},
+                           stream));
+  *agreed = true;
+  return Status();
+}
+
+Status check_weights_given(bool wanted, bool given, int64_t tokens) {
+  if (!wanted || given || tokens == 0) return Status();
+  return invalid_argument(
+      "topk_weights: expected on every rank because this one asks for recv_weights, got NULL");
 }
 
 void DeviceMember::add(DeviceReport* report, int64_t handle_id) {

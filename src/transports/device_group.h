@@ -76,8 +76,9 @@ struct DeviceMember {
     int32_t rank_ignored;
     return ranks->failure(&rank_ignored);
   }
-  // A handle's first prepare: do the ranks mean the same handle?
-  Status agree_on_handle(const HandleSettings& settings, nvte_ep_stream_t stream) const;
+  // What comes before anything of a handle's prepare. The first one asks whether the ranks mean the same handle, which waits;
+  // *agreed says that it was asked.
+  Status begin_prepare(const HandleSettings& settings, nvte_ep_stream_t stream, bool* agreed) const;
 
   void add(DeviceReport* report, int64_t handle_id);
   void remove(DeviceReport* report);
@@ -91,6 +92,9 @@ struct DeviceMember {
   std::mutex mutex_;
   std::vector<Reporter> reporters_;
 };
+
+// A rank that wants weights gives its own: peers do not learn in time what this one wants.
+Status check_weights_given(bool wanted, bool given, int64_t tokens);
 
 using MakeDeviceHandle =
     std::function<Status(const HandleSettings& settings, std::unique_ptr<HandleTransport>* handle)>;

@@ -72,6 +72,7 @@ class DeviceHandle : public HandleTransport {
                  {pointer(&r.rank_rows), g.max_tokens_per_rank * member_->size * 8},
                  {pointer(&r.rank_choices), choices * 8},
                  {pointer(&r.kept_indices), exchange_ == nullptr ? choices * 4 : 0},
+                 {pointer(&no_values_), exchange_ == nullptr ? 0 : choices * 4},
                  {&r.workspace, backend->route_workspace_bytes(r)}};
     int64_t total = 0;
     for (const auto& p : parts) total += round_up(p.bytes, kOperandPartAlignment);
@@ -92,21 +93,9 @@ class DeviceHandle : public HandleTransport {
   }
 
   Status prepare(const PrepareCall& call, nvte_ep_stream_t stream) override {
-    NVTE_EP_TRY(member_->check_alive());
-    Backend* backend = member_->backend;
-    bool capturing = false;
-    NVTE_EP_TRY(backend->is_capturing(stream, &capturing));
-    if (capturing && (member_->settings.eager() || !agreed_)) {
-      return bad_state(member_->settings.eager()
-                           ? "stream: an eager group cannot be captured, its prepare waits"
-                           : "stream: a handle's first prepare checks the ranks' settings and "
-                             "waits: call it once before the capture");
-    }
+    NVTE_EP_TRY(member_->begin_prepare(settings_, stream, &agreed_));
     prepared_ = false;
-    if (!agreed_) {
-      NVTE_EP_TRY(member_->agree_on_handle(settings_, stream));
-      agreed_ = true;
-    }
+    Backend* backend = member_->backend;
     tokens_ = call.topk_idx.rows();
     const int64_t choices = route_.tokens * settings_.top_k;
     NVTE_EP_TRY(
@@ -143,15 +132,13 @@ class DeviceHandle : public HandleTransport {
 
   Status dispatch(const DispatchCall& call, nvte_ep_stream_t stream) override {
     NVTE_EP_TRY(member_->check_alive());
+    NVTE_EP_TRY(check_weights_given(call.recv_weights.data != nullptr, call.gives_weights, tokens_));
     return slot_exchange_->dispatch(call, routing(), stream);
   }
 
   Status send_rows(const SendRows& call, nvte_ep_stream_t stream) override {
     NVTE_EP_TRY(member_->check_alive());
-    if (call.out_weights != nullptr && !call.gives_weights && tokens_ > 0) {
-      return invalid_argument(
-          "topk_weights: expected on every rank because this one asks for recv_weights, got NULL");
-    }
+    NVTE_EP_TRY(check_weights_given(call.out_weights != nullptr, call.gives_weights, tokens_));
     GatherRows gather{};
     NVTE_EP_TRY(travel(call.rows, call.row_stride, call.readable_rows, call.row_bytes, &gather.rows, stream));
     gather.slot_source = plan_.slot_source;
@@ -165,9 +152,10 @@ class DeviceHandle : public HandleTransport {
     if (call.backward) return Status();
     // The weights travel in every forward dispatch: a rank cannot know whether a peer wants them.
     const int64_t bytes = int64_t{settings_.top_k} * 4;
+    // One that gives none sends zeros, not what lay in the outbox.
     const bool given = call.weights.data != nullptr;
-    NVTE_EP_TRY(travel(call.weights.data, call.weights.stride * 4, given ? tokens_ : 0, bytes,
-                       &gather.weights, stream));
+    NVTE_EP_TRY(travel(given ? call.weights.data : no_values_, given ? call.weights.stride * 4 : bytes,
+                       given ? tokens_ : route_.tokens, bytes, &gather.weights, stream));
     if (call.out_weights == nullptr) return Status();
     gather.out = nullptr;
     gather.out_weights = call.out_weights;
@@ -209,15 +197,13 @@ class DeviceHandle : public HandleTransport {
     // The gradients of the weights travel in every dispatch backward, as the weights did.
     const int64_t bytes = int64_t{settings_.top_k} * 4;
     NVTE_EP_TRY(exchange_->outbox(outbox_need(bytes), &partials, stream));
-    if (call.slot_scalars != nullptr) {
-      RankArrays values;
-      values.block = call.slot_scalars;
-      values.row_stride = 4;
-      const TensorView out{
-          partials,       DType::kFloat32, member_->settings.device, 2, {partial_rows, settings_.top_k},
-          settings_.top_k};
-      NVTE_EP_TRY(backend->gather_scalars(settings_.top_k, plan_.partials, values, out, stream));
-    }
+    RankArrays own;  // zeros for every slot where the caller gives none
+    own.block = call.slot_scalars != nullptr ? call.slot_scalars : no_values_;
+    own.row_stride = call.slot_scalars != nullptr ? 4 : 0;
+    const TensorView out{
+        partials,       DType::kFloat32, member_->settings.device, 2, {partial_rows, settings_.top_k},
+        settings_.top_k};
+    NVTE_EP_TRY(backend->gather_scalars(settings_.top_k, plan_.partials, own, out, stream));
     RankArrays values;
     NVTE_EP_TRY(give_back(partials, bytes, &values, stream));
     if (call.scalars.data == nullptr) return Status();
@@ -417,6 +403,7 @@ class DeviceHandle : public HandleTransport {
   Plan plan_;
   int32_t* clean_ = nullptr;
   int32_t* all_ = nullptr;
+  float* no_values_ = nullptr;   // [tokens, top_k] zeros
   int64_t* counters_ = nullptr;  // DeviceCounters on the device
   DeviceReport report_;          // the host's view of them
   int64_t tokens_ = 0;
@@ -480,8 +467,8 @@ int64_t device_handle_bytes(const GroupSettings& settings, int32_t size) {
   const int64_t choices = settings.max_tokens_per_rank * settings.max_top_k;
   const int64_t local = settings.num_experts / size;
   const int64_t slots = settings.eager() ? choices * size + local * 127 : settings.recv_capacity;
-  return choices * (4 + 8) * (size + 1) + settings.max_tokens_per_rank * size * 8 + slots * 16 + local * 40 +
-         handle_scratch_bytes(settings);
+  return choices * (4 + 8) * (size + 1) + choices * 4 + settings.max_tokens_per_rank * size * 8 + slots * 16 +
+         local * 40 + handle_scratch_bytes(settings);
 }
 
 }  // namespace nvte_ep

@@ -109,7 +109,7 @@ def test_weights_come_from_all_ranks_or_none(transport: Transport) -> None:
     transport.run(2, failures.weights_on_some_ranks, transport, PAIR)
 
 
-@on_transports_that("reports_missing_weights")
+@on_transports_that("on_device")
 def test_weights_that_a_peer_does_not_give(transport: Transport) -> None:
     assert PAIR.where
     transport.run(2, failures.weights_that_a_peer_does_not_give, transport, PAIR)

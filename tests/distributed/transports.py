@@ -57,7 +57,7 @@ class Transport:
     # A call returns when all ranks have made it: so ranks in different calls, or with other arguments, are
     # told. On a device a call returns when it is enqueued.
     calls_meet: bool = False
-    # A rank that wants weights which a peer does not give gets zeros for them and a finding about the peer.
+    # On a device a rank that wants weights which a peer does not give gets zeros; here a finding too.
     reports_missing_weights: bool = False
     # Of a rank that stalls or leaves, the others tell its number, and so does its own next call.
     names_culprit: bool = True

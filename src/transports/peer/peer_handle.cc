@@ -90,18 +90,9 @@ class PeerHandle : public HandleTransport {
   }
 
   Status prepare(const PrepareCall& call, nvte_ep_stream_t stream) override {
-    NVTE_EP_TRY(member_->check_alive());
-    const bool eager = member_->settings.eager();
-    bool capturing = false;
-    NVTE_EP_TRY(member_->backend->is_capturing(stream, &capturing));
-    if (capturing && (eager || !agreed_)) {
-      return bad_state(eager ? "stream: an eager group cannot be captured, its prepare waits"
-                             : "stream: a handle's first prepare checks the ranks' settings and "
-                               "waits: call it once before the capture");
-    }
+    NVTE_EP_TRY(member_->begin_prepare(settings_, stream, &agreed_));
     prepared_ = false;
-    if (!agreed_) NVTE_EP_TRY(member_->agree_on_handle(settings_, stream));
-    agreed_ = true;
+    const bool eager = member_->settings.eager();
     tokens_ = call.topk_idx.rows();
     const PoolLayout& pool = group_->layout();
     PrepareArguments a{};
@@ -154,10 +145,7 @@ class PeerHandle : public HandleTransport {
 
   Status dispatch(const DispatchCall& call, nvte_ep_stream_t stream) override {
     NVTE_EP_TRY(member_->check_alive());
-    if (call.recv_weights.data != nullptr && !call.gives_weights && tokens_ > 0) {
-      return invalid_argument(
-          "topk_weights: expected on every rank because this one asks for recv_weights, got NULL");
-    }
+    NVTE_EP_TRY(check_weights_given(call.recv_weights.data != nullptr, call.gives_weights, tokens_));
     const int32_t format = call.backward ? settings_.combine_backward : settings_.dispatch;
     const RowLayout layout = row_layout(*find_format(format), member_->settings.hidden);
     TravellingRows rows;
