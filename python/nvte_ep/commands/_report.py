@@ -6,7 +6,7 @@ import json
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -31,6 +31,19 @@ def table(rows: Iterable[Sequence[str]], *, indent: str = "  ", gap: str = "  ")
         cells = [row[0].ljust(widths[0])] + [row[c].rjust(widths[c]) for c in range(1, len(row))]
         lines.append((indent + gap.join(cells)).rstrip())
     return lines
+
+
+def machine_line(device: Mapping[str, Any]) -> str:
+    """What a benchmark ran on, from the `device` of its JSON."""
+    if device["kind"] == "cuda":
+        driver = device["driver"] or "unknown"
+        return f"{device['name']}, driver {driver}, CUDA {device['driver_cuda_version']}"
+    return f"host memory, {device['threads']} threads, {device['name']}"
+
+
+def software_line(versions: Mapping[str, str]) -> str:
+    """The line that names what a benchmark ran with."""
+    return "with " + ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def pairs(

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nvte_ep.commands._report import size, table
+from nvte_ep.commands._report import machine_line, size, software_line, table
 from nvte_ep.commands.bench_ep_clock import Spread
 from nvte_ep.commands.bench_ep_goals import PYTHON_CALL, host_goal
 from nvte_ep.commands.bench_ep_growth import Growth, growth
@@ -100,21 +100,13 @@ def document(report: Report, peer: str) -> dict[str, Any]:
 
 def where(report: Report) -> list[str]:
     """Lines that say what ran where."""
-    device = report.device
-    if device["kind"] == "cuda":
-        place = (
-            f"{device['name']}, driver {device['driver'] or 'unknown'}, CUDA {device['driver_cuda_version']}"
-        )
-    else:
-        place = f"host memory, {device['threads']} threads, {device['name']}"
-    versions = ", ".join(f"{name} {version}" for name, version in report.software.items())
     kind = "threads of one process" if report.threads else "processes"
     ranks = "1 rank" if report.ranks == 1 else f"{report.ranks} ranks ({kind})"
-    if report.ranks > 1 and device["kind"] == "cuda":
+    if report.ranks > 1 and report.device["kind"] == "cuda":
         ranks += f" on {report.devices} device{'s' if report.devices > 1 else ''}"
     lines = [
-        f"nvte_ep {report.library['version']}, {ranks}, {place}",
-        f"with {versions}",
+        f"nvte_ep {report.library['version']}, {ranks}, {machine_line(report.device)}",
+        software_line(report.software),
         f"copy: {report.copy_gbps:.0f} GB/s, read + written"
         + (
             f"; link taken as {report.link_gbps:.0f} GB/s a direction"

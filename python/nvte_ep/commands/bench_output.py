@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from nvte_ep.commands._report import size, table
+from nvte_ep.commands._report import machine_line, size, software_line, table
 from nvte_ep.commands.bench_cases import Moved
 from nvte_ep.commands.bench_machine import Timing
 
@@ -144,18 +144,10 @@ def document(report: Report) -> dict[str, Any]:
 
 def where(report: Report) -> list[str]:
     """Lines that say what ran where."""
-    device = report.device
-    if device["kind"] == "cuda":
-        place = (
-            f"{device['name']}, driver {device['driver'] or 'unknown'}, CUDA {device['driver_cuda_version']}"
-        )
-    else:
-        place = f"host backend on {device['threads']} threads, {device['name']}"
-    versions = ", ".join(f"{name} {version}" for name, version in report.software.items())
     peak = report.peak
     return [
-        f"nvte_ep {report.library['version']} on {place}",
-        f"with {versions}",
+        f"nvte_ep {report.library['version']} on {machine_line(report.device)}",
+        software_line(report.software),
         f"largest copy: {peak.gbps:.0f} GB/s, read + written ({peak.method}, {size(peak.nbytes)})",
     ]
 
