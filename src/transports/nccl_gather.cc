@@ -13,12 +13,7 @@ Status NcclGather::gather(const char* step, const void* mine, int64_t bytes, voi
   NVTE_EP_TRY(send.reserve(backend_, bytes));
   NVTE_EP_TRY(receive.reserve(backend_, bytes * size_));
   NVTE_EP_TRY(backend_->upload(send.as<void>(), mine, bytes, stream));
-  NVTE_EP_TRY(backend_->with_device([&] {
-    return nccl::check(api_,
-                       api_.ncclAllGather(send.as<void>(), receive.as<void>(), static_cast<size_t>(bytes),
-                                          nccl::kUint8, comm_, stream),
-                       "ncclAllGather", comm_);
-  }));
+  NVTE_EP_TRY(enqueue_(send.as<void>(), receive.as<void>(), bytes, stream));
   NVTE_EP_TRY(wait_(step, stream));
   return backend_->download(all, receive.as<void>(), bytes * size_, stream);
 }

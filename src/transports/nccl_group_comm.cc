@@ -26,16 +26,34 @@ Status NcclGroupComm::open(NcclCommunicator* base, const GroupSettings& settings
   return agree("group_create", agreement, nullptr);
 }
 
+Status NcclGroupComm::use(const std::function<Status(nccl::Comm comm)>& calls) {
+  NVTE_EP_TRY(failure());
+  Status called;
+  {
+    const std::lock_guard<std::timed_mutex> in_use(in_use_);
+    NVTE_EP_TRY(ended());
+    called = backend_->with_device([&] { return calls(comm_); });
+  }
+  const Status meanwhile = ended();
+  if (meanwhile.ok()) return called;
+  close();
+  return meanwhile;
+}
+
 Status NcclGroupComm::gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) {
-  return backend_->with_device([&] {
-    return check(api_, api_.ncclAllGather(mine, all, static_cast<size_t>(bytes), nccl::kUint8, comm_, stream),
-                 "ncclAllGather", comm_);
+  return use([&](nccl::Comm comm) {
+    return check(api_, api_.ncclAllGather(mine, all, static_cast<size_t>(bytes), nccl::kUint8, comm, stream),
+                 "ncclAllGather", comm);
   });
 }
 
 NcclGather NcclGroupComm::hosts() {
-  return NcclGather(api_, comm_, backend_, size_,
-                    [this](const char* step, nvte_ep_stream_t stream) { return wait(step, stream); });
+  return NcclGather(
+      backend_, size_,
+      [this](const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) {
+        return gather(mine, all, bytes, stream);
+      },
+      [this](const char* step, nvte_ep_stream_t stream) { return wait(step, stream); });
 }
 
 Status NcclGroupComm::agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream) {
@@ -72,8 +90,14 @@ Status NcclGroupComm::failure() {
   if (error == 0 || error == nccl::kInProgress) return Status();
   const Status failed =
       fail(NVTE_EP_STATUS_PEER_FAILED, text("NCCL reports ", api_.ncclGetErrorString(error)));
-  close();
+  (void)close_within(std::chrono::milliseconds(0));
   return failed;
+}
+
+Status NcclGroupComm::ended() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!failure_.ok() || comm_ != nullptr) return failure_;
+  return bad_state("the group is closed");
 }
 
 Status NcclGroupComm::check_watch() {
@@ -95,16 +119,30 @@ Status NcclGroupComm::fail(nvte_ep_status_t code, const std::string& message) {
 
 void NcclGroupComm::abort(const std::string& message) {
   (void)fail(NVTE_EP_STATUS_PEER_FAILED, message);
-  close();
+  // A call that NCCL keeps for long waits for a peer inside, and ends by the abort.
+  constexpr std::chrono::milliseconds kLong(200);
+  if (!close_within(kLong)) end_communicator();
 }
 
-void NcclGroupComm::close() {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  base_ = nullptr;
-  const nccl::Comm mine = std::exchange(comm_, nullptr);
-  if (mine == nullptr || is_stuck()) return;
+bool NcclGroupComm::close_within(std::chrono::milliseconds patience) {
+  std::unique_lock<std::timed_mutex> in_use(in_use_, std::defer_lock);
+  if (!(patience.count() > 0 ? in_use.try_lock_for(patience) : in_use.try_lock())) return false;
+  end_communicator();
+  return true;
+}
+
+void NcclGroupComm::end_communicator() {
+  nccl::Comm mine = nullptr;
+  bool orderly = false;
+  {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    base_ = nullptr;
+    mine = std::exchange(comm_, nullptr);
+    if (mine == nullptr || is_stuck()) return;
+    orderly = failure_.ok();
+  }
   (void)backend_->with_device([&] {
-    (void)(failure_.ok() ? api_.ncclCommDestroy(mine) : api_.ncclCommAbort(mine));
+    (void)(orderly ? api_.ncclCommDestroy(mine) : api_.ncclCommAbort(mine));
     return Status();
   });
 }

@@ -2,6 +2,8 @@
 #ifndef NVTE_EP_TRANSPORTS_NCCL_GROUP_COMM_H_
 #define NVTE_EP_TRANSPORTS_NCCL_GROUP_COMM_H_
 
+#include <chrono>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -44,6 +46,9 @@ class NcclGroupComm {
   // Begins and ends what is enqueued on a stream for one exchange.
   StepWatch& watch() { return watch_; }
 
+  // Calls of NCCL over the communicator, on the group's device, by the group's own thread. poll_error and abort come from any
+  // thread and may end the group meanwhile: the communicator does not go away under the calls.
+  Status use(const std::function<Status(nccl::Comm comm)>& calls);
   // All-gather of bytes a rank, in rank order.
   Status gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream);
   // Every rank's values to every rank's host; INVALID_ARGUMENT on all of them where they differ. Waits.
@@ -62,13 +67,17 @@ class NcclGroupComm {
   // Ends the group, and with it what is in flight: the communicator is this group's own.
   void abort(const std::string& message);
   // After a failure the communicator is aborted, else destroyed; left alone for ever where kernels that nothing can end may
-  // still use it.
-  void close();
+  // still use it. For the group's own thread.
+  void close() { close_within(std::chrono::hours(1)); }
   // Whether such kernels may be on the device.
   bool is_stuck();
 
  private:
   NcclGather hosts();
+  // Waits so long at most for the group's thread to come out of use(). That closes when it comes out of it after a failure.
+  bool close_within(std::chrono::milliseconds patience);
+  void end_communicator();
+  Status ended();  // what failure() knows
 
   const nccl::Api& api_;
   Backend* const backend_;
@@ -78,7 +87,8 @@ class NcclGroupComm {
   NcclCommunicator* base_ = nullptr;  // until close
   nccl::Comm comm_ = nullptr;
   StepWatch watch_;
-  std::recursive_mutex mutex_;
+  std::timed_mutex in_use_;      // by use(), or by who closes
+  std::recursive_mutex mutex_;  // what follows; in_use_ is not waited for under it
   Status failure_;
 };
 

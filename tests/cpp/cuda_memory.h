@@ -11,6 +11,10 @@
 
 namespace ep_test {
 
+// Streams of one process share so many queues of a GPU, and ranks that wait for each other must share none. Before main, since
+// CUDA looks once.
+inline const bool queues_are_set = setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0) == 0;
+
 // Null where there is no GPU.
 inline const Memory* cuda_memory() {
 #if defined(NVTE_EP_WITH_CUDA)

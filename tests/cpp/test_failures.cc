@@ -25,7 +25,7 @@ using namespace ep_test;
 using Clock = std::chrono::steady_clock;
 
 class Failures : public ::testing::TestWithParam<Venue> {};
-NVTE_EP_IN_EVERY_VENUE(Failures);
+NVTE_EP_ON_THE_HOST(Failures);
 
 constexpr int64_t kHidden = 32;
 constexpr int64_t kTokens = 4;

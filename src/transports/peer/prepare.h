@@ -35,6 +35,7 @@ struct PrepareArguments {
   int64_t* counters;  // DeviceCounters in device memory
   int64_t* told;      // those that the host knows
   int64_t* report;    // and where it reads them
+  const int64_t* reported;  // dropped rows that it has reported
 };
 
 int32_t prepare_chunks(int64_t tokens);  // of a rank

@@ -48,8 +48,12 @@ class ProcessMemory : public PeerMemory {
   ProcessMemory(NcclCommunicator* comm, const GroupSettings& settings, Backend* backend)
       : PeerMemory(settings, backend, comm->rank(), comm->size()),
         comm_(comm),
-        gather_(comm->api(), comm->comm(), backend, comm->size(),
-                [this](const char* step, nvte_ep_stream_t stream) { return wait_for_nccl(step, stream); }) {}
+        gather_(
+            backend, comm->size(),
+            [this](const void* mine, void* all, int64_t size, nvte_ep_stream_t stream) {
+              return enqueue_gather(mine, all, size, stream);
+            },
+            [this](const char* step, nvte_ep_stream_t stream) { return wait_for_nccl(step, stream); }) {}
   ~ProcessMemory() override { close(); }
 
   Status agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t) override {
@@ -110,7 +114,7 @@ class ProcessMemory : public PeerMemory {
   ProcessRanks ranks() { return ProcessRanks{comm_, backend_, &gather_, stream_}; }
 
   Status open(int64_t bytes) override {
-    if (comm_->comm() == nullptr) return bad_state("comm: it was ended because a peer did not come");
+    NVTE_EP_TRY(comm_->check_usable());
     NVTE_EP_TRY(backend_->with_device([&]() -> Status {
       // Ahead of the kernels of this process, and on no queue with them.
       int least = 0;
@@ -129,6 +133,7 @@ class ProcessMemory : public PeerMemory {
     std::vector<Agreed> agreed = group_agreement(settings_);
     agreed.push_back({"NVTE_EP_PEER_MEMORY", static_cast<int64_t>(way)});
     NVTE_EP_TRY(gather_.agree("group_create", agreed, stream_));
+    NVTE_EP_TRY(comm_->meet_apart(backend_));  // every rank has come
 
     // The pool, then a page with the word, then the mailboxes.
     constexpr int64_t kPage = 4096;
@@ -167,6 +172,18 @@ class ProcessMemory : public PeerMemory {
     return Status();
   }
 
+  Status enqueue_gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) {
+    const nccl::Comm meeting_point = comm_->meeting_point();
+    if (meeting_point == nullptr) return comm_->check_usable();
+    return backend_->with_device([&] {
+      const nccl::Api& api = comm_->api();
+      return nccl::check(
+          api,
+          api.ncclAllGather(mine, all, static_cast<size_t>(bytes), nccl::kUint8, meeting_point, stream),
+          "ncclAllGather", meeting_point);
+    });
+  }
+
   // NCCL waits for ever and does not say for whom.
   Status wait_for_nccl(const char* step, nvte_ep_stream_t stream) {
     const auto deadline = Clock::now() + std::chrono::nanoseconds(settings_.timeout_ns);
@@ -177,7 +194,7 @@ class ProcessMemory : public PeerMemory {
       int32_t ignored;
       NVTE_EP_TRY(communicator_error(&ignored));
       if (Clock::now() > deadline) {
-        comm_->abandon();
+        comm_->end_meetings();
         return Status(NVTE_EP_STATUS_TIMEOUT, text(step, ": a peer did not arrive within ",
                                                    static_cast<double>(settings_.timeout_ns) * 1e-9, " s"));
       }
@@ -188,7 +205,7 @@ class ProcessMemory : public PeerMemory {
   Status communicator_error(int32_t* rank) const {
     *rank = -1;
     const nccl::Comm comm = comm_->comm();
-    if (comm == nullptr) return bad_state("comm: it was ended because a peer did not come");
+    if (comm == nullptr) return comm_->check_usable();
     const nccl::Api& api = comm_->api();
     nccl::Result error = 0;
     NVTE_EP_TRY(nccl::check(api, api.ncclCommGetAsyncError(comm, &error), "ncclCommGetAsyncError", comm));
@@ -269,7 +286,7 @@ Status probe_process_memory(const Communicator& comm) {
   Way way;
   NVTE_EP_TRY(configured_way(&way));
   const NcclCommunicator& base = static_cast<const NcclCommunicator&>(comm);
-  if (base.comm() == nullptr) return bad_state("comm: it was ended because a peer did not come");
+  NVTE_EP_TRY(base.check_usable());
   const Status windows = probe_window_pools(base);
   const bool knows_domains = base.api().version >= nccl::kWindowsVersion;
   return way == Way::kWindows || (way == Way::kAuto && knows_domains) ? windows : Status();
