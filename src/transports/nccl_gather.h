@@ -24,6 +24,10 @@ class NcclGather {
   NcclGather(Backend* backend, int32_t size, Enqueue enqueue, Wait wait)
       : backend_(backend), size_(size), enqueue_(std::move(enqueue)), wait_(std::move(wait)) {}
 
+  // What travels of a rank: its bytes, then a word that is not zero. Memory is zero before, so it shows who has come.
+  using Mark = int64_t;
+  static bool has_come(const uint8_t* of_rank, int64_t bytes);
+
   // all [size, bytes]: every rank's bytes, in the order of the ranks.
   Status gather(const char* step, const void* mine, int64_t bytes, void* all, nvte_ep_stream_t stream) const;
 
