@@ -55,7 +55,9 @@ class DeviceReport {
   ~DeviceReport();
   Status allocate(Backend* backend);
   int64_t* memory() const { return memory_; }  // DeviceCounters in host memory that the device writes
-  const int64_t* reported() const { return memory_ + kDeviceCounters; }  // dropped rows, for the device to read
+  const int64_t* reported() const {
+    return memory_ + kDeviceCounters;
+  }  // dropped rows, for the device to read
   // What is new since the last time.
   Finding next_finding(int32_t rank, int64_t handle_id, bool report_overflow);
 

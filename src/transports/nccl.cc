@@ -114,7 +114,7 @@ class NcclExchange : public DeviceExchange {
 NcclCommunicator::~NcclCommunicator() {
   // Its groups are gone.
   for (std::atomic<nccl::Comm>* comm : {&apart_, &comm_}) {
-    if (lost_peer_) abort(comm);
+    if (lost_peer_) abort_comm(comm);
     if (const nccl::Comm mine = comm->exchange(nullptr)) (void)api_.ncclCommDestroy(mine);
   }
 }
@@ -136,10 +136,10 @@ Status NcclCommunicator::meet_apart(Backend* backend) {
 void NcclCommunicator::end_meetings() {
   ended_ = true;
   lost_peer_ = true;
-  abort(apart_ != nullptr ? &apart_ : &comm_);
+  abort_comm(apart_ != nullptr ? &apart_ : &comm_);
 }
 
-void NcclCommunicator::abort(std::atomic<nccl::Comm>* comm) {
+void NcclCommunicator::abort_comm(std::atomic<nccl::Comm>* comm) {
   if (const nccl::Comm mine = comm->exchange(nullptr)) (void)api_.ncclCommAbort(mine);
 }
 

@@ -42,7 +42,7 @@ class NcclCommunicator : public Communicator {
   void forget() { comm_ = nullptr; }
 
  private:
-  void abort(std::atomic<nccl::Comm>* comm);
+  void abort_comm(std::atomic<nccl::Comm>* comm);
 
   const nccl::Api& api_;
   std::atomic<nccl::Comm> comm_;

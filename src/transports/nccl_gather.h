@@ -19,8 +19,7 @@ class NcclGather {
   // used any more.
   using Wait = std::function<Status(const char* step, nvte_ep_stream_t stream)>;
   // Enqueues an all-gather of device memory, bytes a rank.
-  using Enqueue =
-      std::function<Status(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream)>;
+  using Enqueue = std::function<Status(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream)>;
   NcclGather(Backend* backend, int32_t size, Enqueue enqueue, Wait wait)
       : backend_(backend), size_(size), enqueue_(std::move(enqueue)), wait_(std::move(wait)) {}
 

@@ -87,7 +87,7 @@ class NcclGroupComm {
   NcclCommunicator* base_ = nullptr;  // until close
   nccl::Comm comm_ = nullptr;
   StepWatch watch_;
-  std::timed_mutex in_use_;      // by use(), or by who closes
+  std::timed_mutex in_use_;     // by use(), or by who closes
   std::recursive_mutex mutex_;  // what follows; in_use_ is not waited for under it
   Status failure_;
 };

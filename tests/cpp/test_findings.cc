@@ -27,10 +27,11 @@ class CountingHandle {
   // Of one choice a token.
   void prepare(std::vector<int32_t> experts) {
     std::vector<int32_t> clean(experts.size());
-    const TensorView given{experts.data(), DType::kInt32, Device(),
-                           2,              {static_cast<int64_t>(experts.size()), 1}, 1};
+    const TensorView given{
+        experts.data(), DType::kInt32, Device(), 2, {static_cast<int64_t>(experts.size()), 1}, 1};
     ASSERT_TRUE(
-        member_->backend->clean_indices(given, kExperts, given.rows(), clean.data(), counters_, nullptr).ok());
+        member_->backend->clean_indices(given, kExperts, given.rows(), clean.data(), counters_, nullptr)
+            .ok());
     Route route;
     route.num_ranks = 1;
     route.num_experts = kExperts;

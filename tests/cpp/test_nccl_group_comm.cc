@@ -29,8 +29,8 @@ using Clock = std::chrono::steady_clock;
 struct FakeNccl {
   std::mutex mutex;
   std::condition_variable changed;
-  bool hold = false;    // calls stay inside, until this is false or their communicator is aborted
-  bool inside = false;  // one does
+  bool hold = false;             // calls stay inside, until this is false or their communicator is aborted
+  bool inside = false;           // one does
   nccl::Result result = 0;       // of calls
   nccl::Result async_error = 0;  // of every communicator
   nccl::CommStruct base;
