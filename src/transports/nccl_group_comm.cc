@@ -27,14 +27,28 @@ Status NcclGroupComm::open(NcclCommunicator* base, const GroupSettings& settings
 }
 
 Status NcclGroupComm::use(const std::function<Status(nccl::Comm comm)>& calls) {
+  class InUse {
+   public:
+    explicit InUse(NcclGroupComm* group) : group_(group) { set(true); }
+    ~InUse() { set(false); }
+
+   private:
+    void set(bool in_use) {
+      const std::lock_guard<std::mutex> lock(group_->use_mutex_);
+      group_->in_use_ = in_use;
+      group_->left_use_.notify_all();
+    }
+    NcclGroupComm* const group_;
+  };
   NVTE_EP_TRY(failure());
+  nccl::Comm comm = nullptr;
   Status called;
   {
-    const std::lock_guard<std::timed_mutex> in_use(in_use_);
-    NVTE_EP_TRY(ended());
-    called = backend_->with_device([&] { return calls(comm_); });
+    const InUse in_use(this);
+    NVTE_EP_TRY(alive(&comm));
+    called = backend_->with_device([&] { return calls(comm); });
   }
-  const Status meanwhile = ended();
+  const Status meanwhile = alive(&comm);
   if (meanwhile.ok()) return called;
   close();
   return meanwhile;
@@ -83,19 +97,22 @@ Status NcclGroupComm::wait(const char* step, nvte_ep_stream_t stream) {
 }
 
 Status NcclGroupComm::failure() {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (!failure_.ok() || comm_ == nullptr) return failure_;
-  nccl::Result error = 0;
-  NVTE_EP_TRY(check(api_, api_.ncclCommGetAsyncError(comm_, &error), "ncclCommGetAsyncError", comm_));
-  if (error == 0 || error == nccl::kInProgress) return Status();
-  const Status failed =
-      fail(NVTE_EP_STATUS_PEER_FAILED, text("NCCL reports ", api_.ncclGetErrorString(error)));
-  (void)close_within(std::chrono::milliseconds(0));
+  Status failed;
+  {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (!failure_.ok() || comm_ == nullptr) return failure_;
+    nccl::Result error = 0;
+    NVTE_EP_TRY(check(api_, api_.ncclCommGetAsyncError(comm_, &error), "ncclCommGetAsyncError", comm_));
+    if (error == 0 || error == nccl::kInProgress) return Status();
+    failed = fail(NVTE_EP_STATUS_PEER_FAILED, text("NCCL reports ", api_.ncclGetErrorString(error)));
+  }
+  (void)close_unless_used(std::chrono::milliseconds(0));
   return failed;
 }
 
-Status NcclGroupComm::ended() {
+Status NcclGroupComm::alive(nccl::Comm* comm) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  *comm = comm_;
   if (!failure_.ok() || comm_ != nullptr) return failure_;
   return bad_state("the group is closed");
 }
@@ -121,17 +138,19 @@ void NcclGroupComm::abort(const std::string& message) {
   (void)fail(NVTE_EP_STATUS_PEER_FAILED, message);
   // A call that NCCL keeps for long waits for a peer inside, and ends by the abort.
   constexpr std::chrono::milliseconds kLong(200);
-  if (!close_within(kLong)) end_communicator();
+  if (!close_unless_used(kLong)) close();
 }
 
-bool NcclGroupComm::close_within(std::chrono::milliseconds patience) {
-  std::unique_lock<std::timed_mutex> in_use(in_use_, std::defer_lock);
-  if (!(patience.count() > 0 ? in_use.try_lock_for(patience) : in_use.try_lock())) return false;
-  end_communicator();
+bool NcclGroupComm::close_unless_used(std::chrono::milliseconds patience) {
+  {
+    std::unique_lock<std::mutex> lock(use_mutex_);
+    if (!left_use_.wait_for(lock, patience, [this] { return !in_use_; })) return false;
+  }
+  close();  // who comes to use() now finds the failure
   return true;
 }
 
-void NcclGroupComm::end_communicator() {
+void NcclGroupComm::close() {
   nccl::Comm mine = nullptr;
   bool orderly = false;
   {

@@ -3,6 +3,7 @@
 #define NVTE_EP_TRANSPORTS_NCCL_GROUP_COMM_H_
 
 #include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -68,16 +69,16 @@ class NcclGroupComm {
   void abort(const std::string& message);
   // After a failure the communicator is aborted, else destroyed; left alone for ever where kernels that nothing can end may
   // still use it. For the group's own thread.
-  void close() { close_within(std::chrono::hours(1)); }
+  void close();
   // Whether such kernels may be on the device.
   bool is_stuck();
 
  private:
   NcclGather hosts();
-  // Waits so long at most for the group's thread to come out of use(). That closes when it comes out of it after a failure.
-  bool close_within(std::chrono::milliseconds patience);
-  void end_communicator();
-  Status ended();  // what failure() knows
+  // After fail(), by any thread: closes, unless the group's thread is in use() for so long; it will close when it comes out.
+  bool close_unless_used(std::chrono::milliseconds patience);
+  // What failure() knows; where it is OK, the communicator.
+  Status alive(nccl::Comm* comm);
 
   const nccl::Api& api_;
   Backend* const backend_;
@@ -87,8 +88,10 @@ class NcclGroupComm {
   NcclCommunicator* base_ = nullptr;  // until close
   nccl::Comm comm_ = nullptr;
   StepWatch watch_;
-  std::timed_mutex in_use_;     // by use(), or by who closes
-  std::recursive_mutex mutex_;  // what follows; in_use_ is not waited for under it
+  std::mutex use_mutex_;
+  std::condition_variable left_use_;
+  bool in_use_ = false;
+  std::recursive_mutex mutex_;  // of base_, comm_ and failure_
   Status failure_;
 };
 
