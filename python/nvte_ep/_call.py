@@ -30,12 +30,12 @@ class Call:
         self, function: str, arrays: dict[str, Any], stream: Any, device: Device | None = None
     ) -> None:
         self.function = function
-        given = {name: array for name, array in arrays.items() if array is not None}
         if device is None:
-            device = next((device_of(function, name, array) for name, array in given.items()), CPU)
+            given = (item for item in arrays.items() if item[1] is not None)
+            device = next((device_of(function, name, array) for name, array in given), CPU)
         self.device = device
         self.stream = (
-            _streams.current(device, given.values()) if stream is None else _streams.handle(function, stream)
+            _streams.current(device, arrays.values()) if stream is None else _streams.handle(function, stream)
         )
         self._written: list[Array] = []
 

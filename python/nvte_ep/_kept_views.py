@@ -44,24 +44,31 @@ def facts_of(kind: type) -> Facts | None:
 
 class KeptViews(Generic[V]):
     def __init__(self) -> None:
-        self._kept: dict[Key, tuple[weakref.ref[Any], Any, V]] = {}
+        self._kept: dict[Key, tuple[weakref.ref[Any], Facts, Any, V]] = {}
 
     def find(self, key: Key, array: Any, stream: int) -> V | None:
         """The view, and the array is ordered before the stream; None: it must be made (again)."""
         kept = self._kept.get(key)
         if kept is None or kept[0]() is not array:
             return None
-        read = facts_of(type(array))
-        return kept[2] if read is not None and read(array, stream) == kept[1] else None
+        _, read, facts, view = kept
+        return view if read(array, stream) == facts else None
 
     def keep(self, key: Key, array: Any, stream: int, view: V) -> None:
         read = facts_of(type(array))
-        facts = None if read is None else read(array, stream)
+        if read is None:
+            return
+        facts = read(array, stream)
         if facts is None:
             return
         if len(self._kept) >= MOST:
             self._kept.clear()
-        self._kept[key] = (weakref.ref(array, lambda dead: self._forget(key, dead)), facts, view)
+        self._kept[key] = (
+            weakref.ref(array, lambda dead: self._forget(key, dead)),
+            read,
+            facts,
+            view,
+        )
 
     def _forget(self, key: Key, dead: weakref.ref[Any]) -> None:
         kept = self._kept.get(key)

@@ -252,9 +252,11 @@ class Array:
 
     def wait_on(self, stream: int) -> None:
         """Makes `stream` wait for what was last written here."""
-        self.check()
-        if self.device[0] == CUDA_TYPE and stream != NO_STREAM:
-            _cuda.order(self.device[1], self._write.stream, stream)
+        if self._borrowed is not None:
+            self.check()
+        written = self._write.stream
+        if written != stream and self.device[0] == CUDA_TYPE and stream != NO_STREAM:
+            _cuda.order(self.device[1], written, stream)
 
     def written_on(self, stream: int) -> None:
         self._write.stream = stream
