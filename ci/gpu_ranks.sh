@@ -137,8 +137,24 @@ for part in ${parts//,/ }; do
       done
       ;;
     bench)
-      step bench 110 "${preload[@]}" "$python" -m nvte_ep bench ep --quick --ranks "$ranks" --json "$out/ep.json" \
-        --markdown "$out/ep.md"
+      # figures NAME SECONDS ARGUMENTS...
+      figures() {
+        local name="$1" limit="$2"
+        shift 2
+        step "bench_$name" "$limit" "${preload[@]}" "$python" -m nvte_ep bench ep --quick "$@" --json "$out/ep_$name.json" \
+          --markdown "$out/ep_$name.md"
+      }
+      moved="dispatch bf16 ->,packed -> rows,nvfp4 -> operand,combine bf16"
+      figures layer 110 --ranks "$ranks" --tokens 4096
+      figures steps 60 --ranks "$ranks" --tokens 128 --alignment 16
+      figures sms24 60 --ranks "$ranks" --tokens 4096 --num-sms 24 --no-host --only "$moved"
+      growth=(--no-nccl-ep --transports peer --no-host --only "prepare,$moved")
+      figures tokens 60 --ranks "$ranks" --tokens 1024,2048,4096,8192 "${growth[@]}"
+      figures experts 60 --ranks "$ranks" --tokens 4096 --experts 64,256 "${growth[@]}"
+      for number in 2 4 8; do  # on one GPU
+        CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" figures "threads_$number" 60 --ranks "$number" --threads \
+          --tokens 1024 --no-host --only "prepare,$moved"
+      done
       ;;
   esac
 done

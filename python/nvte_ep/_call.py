@@ -105,10 +105,8 @@ class Call:
     def write(
         self, name: str, array: Any, *, as_bytes: bool = False, uint16_is: str | None = None
     ) -> View | None:
-        return None if array is None else self.fill(name, array, as_bytes=as_bytes, uint16_is=uint16_is)
-
-    def fill(self, name: str, array: Any, *, as_bytes: bool = False, uint16_is: str | None = None) -> View:
-        """As write, for an array that is there."""
+        if array is None:
+            return None
         found = view(
             self.function,
             name,
@@ -120,6 +118,12 @@ class Call:
         )
         if isinstance(array, Array):
             self._written.append(array)
+        return found
+
+    def fill(self, name: str, array: Any, *, as_bytes: bool = False, uint16_is: str | None = None) -> View:
+        """As write, for an array that is there."""
+        found = self.write(name, array, as_bytes=as_bytes, uint16_is=uint16_is)
+        assert found is not None
         return found
 
     def write_findings(self, array: Any) -> View | None:

@@ -219,7 +219,7 @@ class Handle:
         for name in _ROUTING:
             array = getattr(routing, name)
             if array is not None:
-                setattr(arguments, name, call.fill(name, array).pointer)
+                setattr(arguments, name, pointer(call.write(name, array)))
         total = ctypes.c_int64(-1)
         if eager:
             arguments.total_rows_host = ctypes.pointer(total)
@@ -276,14 +276,13 @@ class Handle:
         arguments = self._send_args(
             call, tokens, packing, rng_state, tensor_scale, fixed_expert_scale, findings
         )
-        weights = call.read("topk_weights", topk_weights)
-        if weights is not None:
-            arguments.topk_weights = weights.pointer
+        if topk_weights is not None:
+            arguments.topk_weights = pointer(call.read("topk_weights", topk_weights))
         received = self._receive(call, arguments, "dispatch", receive, out, dtype, columnwise, scale_layout)
         if recv_weights is None and topk_weights is not None:
             recv_weights = call.new("recv_weights", (self.slots,), "float32")
         if recv_weights is not None:
-            arguments.recv_weights = call.fill("recv_weights", recv_weights).pointer
+            arguments.recv_weights = pointer(call.write("recv_weights", recv_weights))
         self._run(call, arguments)
         received.weights = recv_weights
         return received
@@ -313,7 +312,7 @@ class Handle:
         arguments.expert_out = source.pointer
         if slot_weights is not None:
             arguments.slot_weights = pointer(call.read("slot_weights", slot_weights))
-        arguments.result = call.fill("out", out, uint16_is="bfloat16").pointer
+        arguments.result = pointer(call.write("out", out, uint16_is="bfloat16"))
         arguments.accumulate = boolean(call.function, "accumulate", accumulate)
         self._run(call, arguments)
         return out
@@ -348,7 +347,7 @@ class Handle:
         arguments = _abi.DispatchBackwardArgs()
         arguments.grad_received = source.pointer
         arguments.grad_recv_weights = pointer(grads)
-        arguments.grad_tokens = call.fill("out", out, uint16_is="bfloat16").pointer
+        arguments.grad_tokens = pointer(call.write("out", out, uint16_is="bfloat16"))
         arguments.grad_topk_weights = pointer(call.write("grad_topk_weights", grad_topk_weights))
         arguments.accumulate = boolean(call.function, "accumulate", accumulate)
         self._run(call, arguments)
@@ -392,9 +391,12 @@ class Handle:
             grad_slot_weights = call.new("grad_slot_weights", (self.slots,), "float32")
         arguments = _abi.CombineBackwardArgs()
         arguments.send = ctypes.pointer(send)
-        arguments.slot_weights = pointer(call.read("slot_weights", slot_weights))
-        arguments.expert_out = pointer(call.read("expert_out", expert_out, uint16_is="bfloat16"))
-        arguments.grad_slot_weights = pointer(call.write("grad_slot_weights", grad_slot_weights))
+        if slot_weights is not None:
+            arguments.slot_weights = pointer(call.read("slot_weights", slot_weights))
+        if expert_out is not None:
+            arguments.expert_out = pointer(call.read("expert_out", expert_out, uint16_is="bfloat16"))
+        if grad_slot_weights is not None:
+            arguments.grad_slot_weights = pointer(call.write("grad_slot_weights", grad_slot_weights))
         self._run(call, arguments)
         received.weights = grad_slot_weights
         return received
