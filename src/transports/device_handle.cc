@@ -125,7 +125,7 @@ class DeviceHandle : public HandleTransport {
     *memory = nullptr;
     NVTE_EP_TRY(member_->check_alive());
     if (plan_.send_tokens != nullptr) return Status();  // listed items are gathered from anywhere
-    return exchange_->outbox(outbox_need(largest_row()), memory, stream);
+    return exchange_->outbox(dispatch_need(largest_row()), memory, stream);
   }
 
   bool takes_dispatch() const override { return slot_exchange_ != nullptr; }
@@ -139,8 +139,32 @@ class DeviceHandle : public HandleTransport {
   Status send_rows(const SendRows& call, nvte_ep_stream_t stream) override {
     NVTE_EP_TRY(member_->check_alive());
     NVTE_EP_TRY(check_weights_given(call.out_weights != nullptr, call.gives_weights, tokens_));
+    // The weights travel in every forward dispatch: a rank cannot know whether a peer wants them. One that gives none sends
+    // zeros, not what lay in the outbox.
+    const int64_t value_bytes = int64_t{settings_.top_k} * 4;
+    const bool given = call.weights.data != nullptr;
+    const void* values = given ? call.weights.data : no_values_;
+    const int64_t value_stride = given ? call.weights.stride * 4 : value_bytes;
+    void* outbox = nullptr;
+    NVTE_EP_TRY(exchange_->outbox(dispatch_need(call.row_bytes), &outbox, stream));
+    Travel rows = travel(call.row_bytes);
+    Travel weights = travel(value_bytes);
+    weights.inbox_at = round_up(most_items() * call.row_bytes, kOperandPartAlignment);
+    NVTE_EP_TRY(load(call.rows, call.row_stride, call.readable_rows, outbox, &rows, stream));
+    if (!call.backward) {
+      NVTE_EP_TRY(load(values, value_stride, given ? tokens_ : route_.tokens,
+                       static_cast<uint8_t*>(outbox) + weights.inbox_at, &weights, stream));
+    }
+
     GatherRows gather{};
-    NVTE_EP_TRY(travel(call.rows, call.row_stride, call.readable_rows, call.row_bytes, &gather.rows, stream));
+    gather.rows = exchange_->arrivals(rows);
+    gather.rows.own = call.rows;
+    gather.rows.own_stride = call.row_stride;
+    if (call.out_weights != nullptr) {
+      gather.weights = exchange_->arrivals(weights);
+      gather.weights.own = values;
+      gather.weights.own_stride = value_stride;
+    }
     gather.slot_source = plan_.slot_source;
     gather.slot_k = route_.slot_k;
     gather.slots = slots_;
@@ -148,31 +172,34 @@ class DeviceHandle : public HandleTransport {
     gather.row_bytes = call.row_bytes;
     gather.out = call.out;
     gather.out_stride = call.out_stride;
-    NVTE_EP_TRY(member_->backend->gather_rows(gather, stream));
-    if (call.backward) return Status();
-    // The weights travel in every forward dispatch: a rank cannot know whether a peer wants them.
-    const int64_t bytes = int64_t{settings_.top_k} * 4;
-    // One that gives none sends zeros, not what lay in the outbox.
-    const bool given = call.weights.data != nullptr;
-    NVTE_EP_TRY(travel(given ? call.weights.data : no_values_, given ? call.weights.stride * 4 : bytes,
-                       given ? tokens_ : route_.tokens, bytes, &gather.weights, stream));
-    if (call.out_weights == nullptr) return Status();
-    gather.out = nullptr;
     gather.out_weights = call.out_weights;
-    return member_->backend->gather_rows(gather, stream);
+    gather.part.own_rank = member_->rank;
+
+    const int32_t pieces = num_pieces(rows);
+    for (int32_t p = 0; p < pieces; ++p) {
+      cut(&rows, p, pieces);
+      std::vector<Travel> together{rows};
+      if (p == 0 && !call.backward) together.push_back(weights);
+      NVTE_EP_TRY(exchange_->begin(together, p, stream));
+    }
+    if (rows.listed == nullptr) {  // the own rows have no way to go
+      gather.part.which = TokenPart::kOwn;
+      NVTE_EP_TRY(member_->backend->gather_rows(gather, stream));
+      gather.part.which = TokenPart::kOthers;
+    }
+    for (int32_t p = 0; p < pieces; ++p) {
+      cut(&rows, p, pieces);
+      gather.part.begin = rows.begin;
+      gather.part.end = rows.end;
+      NVTE_EP_TRY(exchange_->await(p, stream));
+      NVTE_EP_TRY(member_->backend->gather_rows(gather, stream));
+    }
+    return Status();
   }
 
   Status return_rows(const ReturnRows& call, nvte_ep_stream_t stream) override {
     NVTE_EP_TRY(member_->check_alive());
     if (slot_exchange_ != nullptr) return slot_exchange_->return_rows(call, stream);
-    Backend* backend = member_->backend;
-    const int64_t hidden = member_->settings.hidden;
-    const int64_t row_bytes = hidden * dtype_bytes(call.slots.dtype);
-    const int64_t partial_rows = plan_.rows.received();
-    void* partials = nullptr;
-    NVTE_EP_TRY(exchange_->outbox(outbox_need(row_bytes), &partials, stream));
-
-    // One partial row for each row that came, in the order in which they came.
     ReduceRows reduce{};
     reduce.num_ranks = 1;
     reduce.top_k = settings_.top_k;
@@ -181,34 +208,19 @@ class DeviceHandle : public HandleTransport {
     reduce.weights.block = call.slot_weights;
     reduce.weights.row_stride = 4;
     reduce.slots = plan_.partials;
-    reduce.result =
-        TensorView{partials, call.slots.dtype, member_->settings.device, 2, {partial_rows, hidden}, hidden};
-    NVTE_EP_TRY(backend->reduce_rows(reduce, stream));
-    ReduceRows sum{};
-    NVTE_EP_TRY(give_back(partials, row_bytes, &sum.rows, stream));
-    sum.num_ranks = member_->size;
-    sum.top_k = member_->size;
-    sum.slots = plan_.sums;
-    sum.result = call.result;
-    sum.accumulate = call.accumulate;
-    NVTE_EP_TRY(backend->reduce_rows(sum, stream));
-    if (!call.backward) return Status();
-
+    RankArrays scalars;  // zeros for every slot where the caller gives none
+    scalars.block = call.slot_scalars != nullptr ? call.slot_scalars : no_values_;
+    scalars.row_stride = call.slot_scalars != nullptr ? 4 : 0;
+    if (member_->size == 1) {
+      reduce.result = call.result;
+      reduce.accumulate = call.accumulate;
+      NVTE_EP_TRY(member_->backend->reduce_rows(reduce, stream));
+      if (!call.backward || call.scalars.data == nullptr) return Status();
+      return member_->backend->gather_scalars(settings_.top_k, plan_.partials, scalars, call.scalars, stream);
+    }
+    NVTE_EP_TRY(return_sums(reduce, call, stream));
     // The gradients of the weights travel in every dispatch backward, as the weights did.
-    const int64_t bytes = int64_t{settings_.top_k} * 4;
-    NVTE_EP_TRY(exchange_->outbox(outbox_need(bytes), &partials, stream));
-    RankArrays own;  // zeros for every slot where the caller gives none
-    own.block = call.slot_scalars != nullptr ? call.slot_scalars : no_values_;
-    own.row_stride = call.slot_scalars != nullptr ? 4 : 0;
-    const TensorView out{
-        partials,       DType::kFloat32, member_->settings.device, 2, {partial_rows, settings_.top_k},
-        settings_.top_k};
-    NVTE_EP_TRY(backend->gather_scalars(settings_.top_k, plan_.partials, own, out, stream));
-    RankArrays values;
-    NVTE_EP_TRY(give_back(partials, bytes, &values, stream));
-    if (call.scalars.data == nullptr) return Status();
-    values.row_stride = 4;  // a choice, not a token's choices
-    return backend->gather_scalars(settings_.top_k, plan_.choices, values, call.scalars, stream);
+    return call.backward ? return_scalars(scalars, call, stream) : Status();
   }
 
  private:
@@ -224,47 +236,137 @@ class DeviceHandle : public HandleTransport {
     return bytes;
   }
 
+  // What the outbox or the inbox holds in any step.
+  int64_t most_items() const {
+    return std::max({plan_.rows.sent(), plan_.rows.received(), route_.tokens});
+  }
   // Fixed capacity has its outbox from the group's creation on.
   int64_t outbox_need(int64_t item_bytes) const {
-    if (!member_->settings.eager()) return 0;
-    return std::max({plan_.rows.sent(), plan_.rows.received(), route_.tokens}) * item_bytes;
+    return member_->settings.eager() ? most_items() * item_bytes : 0;
+  }
+  int64_t dispatch_need(int64_t row_bytes) const {
+    return outbox_need(row_bytes + int64_t{settings_.top_k} * 4) + kOperandPartAlignment;
   }
 
   const ItemCounts* listed(const ItemCounts& counts) const {
     return plan_.send_tokens != nullptr ? &counts : nullptr;
   }
 
-  // Items of this rank's tokens to the ranks that need them. tokens: how many may be read.
-  Status travel(const void* items, int64_t stride, int64_t readable, int64_t bytes, RankArrays* received,
-                nvte_ep_stream_t stream) {
-    Backend* backend = member_->backend;
-    DeviceExchange& exchange = *exchange_;
-    void* outbox = nullptr;
-    NVTE_EP_TRY(exchange.outbox(outbox_need(bytes), &outbox, stream));
-    const bool usable = readable >= route_.tokens && stride == bytes && exchange.may_read_elsewhere();
-    if (plan_.send_tokens != nullptr) {
-      if (items != nullptr) {
-        GatherRows gather{};
-        gather.rows.block = items;
-        gather.rows.row_stride = stride;
-        gather.slot_source = plan_.send_tokens;
-        gather.slots = plan_.rows.sent();
-        gather.row_bytes = bytes;
-        gather.out = outbox;
-        gather.out_stride = bytes;
-        NVTE_EP_TRY(backend->gather_rows(gather, stream));
-      }
-    } else if (items != outbox && !usable && items != nullptr) {
-      NVTE_EP_TRY(
-          backend->copy_rows(outbox, bytes, items, stride, bytes, std::min(readable, tokens_), stream));
-    }
-    return exchange.share(usable && plan_.send_tokens == nullptr ? items : outbox, route_.tokens, bytes,
-                          listed(plan_.rows), received, stream);
+  Travel travel(int64_t item_bytes) const {
+    Travel t;
+    t.item_bytes = item_bytes;
+    t.tokens = t.end = route_.tokens;
+    t.listed = listed(plan_.rows);
+    return t;
   }
 
-  Status give_back(const void* items, int64_t bytes, RankArrays* received, nvte_ep_stream_t stream) {
+  int32_t num_pieces(const Travel& t) const {
+    return t.listed != nullptr ? 1 : exchange_->pieces(t.tokens * t.item_bytes);
+  }
+  static void cut(Travel* t, int32_t piece, int32_t pieces) {
+    t->begin = t->tokens * piece / pieces;
+    t->end = t->tokens * (piece + 1) / pieces;
+  }
+
+  // Items of this rank's tokens to where they travel from: where they are, or memory of the outbox. readable: how many of them
+  // may be read.
+  Status load(const void* items, int64_t stride, int64_t readable, void* memory, Travel* t,
+              nvte_ep_stream_t stream) {
+    Backend* backend = member_->backend;
+    t->items = memory;
+    if (items == nullptr) return Status();
+    if (t->listed != nullptr) {
+      GatherRows gather{};
+      gather.rows.block = items;
+      gather.rows.row_stride = stride;
+      gather.slot_source = plan_.send_tokens;
+      gather.slots = plan_.rows.sent();
+      gather.row_bytes = t->item_bytes;
+      gather.out = memory;
+      gather.out_stride = t->item_bytes;
+      return backend->gather_rows(gather, stream);
+    }
+    if (member_->size == 1 || (readable >= route_.tokens && stride == t->item_bytes)) {
+      t->items = items;
+      return Status();
+    }
+    return backend->copy_rows(memory, t->item_bytes, items, stride, t->item_bytes,
+                              std::min(readable, tokens_), stream);
+  }
+
+  // One partial row for each row that came, in the order in which they came; the ranks' sums of each token.
+  Status return_sums(ReduceRows reduce, const ReturnRows& call, nvte_ep_stream_t stream) {
+    Backend* backend = member_->backend;
+    const int64_t hidden = member_->settings.hidden;
+    const SlotAddress* const partials = reduce.slots;
+    Travel back = travel(hidden * dtype_bytes(call.slots.dtype));
     const ItemCounts counts = plan_.rows.back();
-    return exchange_->give_back(items, route_.tokens, bytes, listed(counts), received, stream);
+    back.listed = listed(counts);
+    back.to_each = true;
+    void* outbox = nullptr;
+    NVTE_EP_TRY(exchange_->outbox(outbox_need(back.item_bytes), &outbox, stream));
+    back.items = outbox;
+    const auto reduce_some = [&](int64_t first, int64_t count) {
+      reduce.slots = partials + first * settings_.top_k;
+      reduce.result = TensorView{static_cast<uint8_t*>(outbox) + first * back.item_bytes,
+                                 call.slots.dtype,
+                                 member_->settings.device,
+                                 2,
+                                 {count, hidden},
+                                 hidden};
+      return backend->reduce_rows(reduce, stream);
+    };
+    ReduceRows sum{};
+    sum.rows = exchange_->arrivals(back);
+    sum.num_ranks = member_->size;
+    sum.top_k = member_->size;
+    sum.accumulate = call.accumulate;
+    const int32_t pieces = num_pieces(back);
+    for (int32_t p = 0; p < pieces; ++p) {
+      cut(&back, p, pieces);
+      for (int32_t r = 0; back.listed == nullptr && r < member_->size; ++r) {
+        if (r != member_->rank) NVTE_EP_TRY(reduce_some(r * back.tokens + back.begin, back.end - back.begin));
+      }
+      if (back.listed != nullptr) NVTE_EP_TRY(reduce_some(0, plan_.rows.received()));
+      NVTE_EP_TRY(exchange_->begin({back}, p, stream));
+    }
+    if (back.listed == nullptr) NVTE_EP_TRY(reduce_some(member_->rank * back.tokens, tokens_));
+    for (int32_t p = 0; p < pieces; ++p) {
+      cut(&back, p, pieces);
+      NVTE_EP_TRY(exchange_->await(p, stream));
+      const int64_t count = std::min(back.end, tokens_) - back.begin;
+      if (count <= 0) continue;
+      sum.slots = plan_.sums + back.begin * member_->size;
+      sum.result = call.result;
+      sum.result.data = call.result.row(back.begin);
+      sum.result.shape[0] = count;
+      NVTE_EP_TRY(backend->reduce_rows(sum, stream));
+    }
+    return Status();
+  }
+
+  Status return_scalars(const RankArrays& of_slots, const ReturnRows& call, nvte_ep_stream_t stream) {
+    Backend* backend = member_->backend;
+    Travel back = travel(int64_t{settings_.top_k} * 4);
+    const ItemCounts counts = plan_.rows.back();
+    back.listed = listed(counts);
+    back.to_each = true;
+    void* outbox = nullptr;
+    NVTE_EP_TRY(exchange_->outbox(outbox_need(back.item_bytes), &outbox, stream));
+    back.items = outbox;
+    const TensorView out{outbox,
+                         DType::kFloat32,
+                         member_->settings.device,
+                         2,
+                         {plan_.rows.received(), settings_.top_k},
+                         settings_.top_k};
+    NVTE_EP_TRY(backend->gather_scalars(settings_.top_k, plan_.partials, of_slots, out, stream));
+    NVTE_EP_TRY(exchange_->begin({back}, 0, stream));
+    NVTE_EP_TRY(exchange_->await(0, stream));
+    if (call.scalars.data == nullptr) return Status();
+    RankArrays values = exchange_->arrivals(back);
+    values.row_stride = values.own_stride = 4;  // a choice, not a token's choices
+    return backend->gather_scalars(settings_.top_k, plan_.choices, values, call.scalars, stream);
   }
 
   Status plan_fixed() {
@@ -459,8 +561,10 @@ std::vector<Agreed> group_agreement(const GroupSettings& settings) {
 }
 
 int64_t outbox_bytes(const GroupSettings& settings, int32_t size) {
-  // Partial sums in FP32 for every token of every rank; a token's choices.
-  return settings.max_tokens_per_rank * size * std::max(settings.hidden * 4, int64_t{settings.max_top_k} * 4);
+  // For every token of every rank a partial sum in FP32, a row with its weights, or a token's choices.
+  const int64_t weights = int64_t{settings.max_top_k} * 4;
+  return settings.max_tokens_per_rank * size * std::max(settings.hidden * 4, settings.hidden * 2 + weights) +
+         kOperandPartAlignment;
 }
 
 int64_t device_handle_bytes(const GroupSettings& settings, int32_t size) {

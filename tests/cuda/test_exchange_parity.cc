@@ -53,12 +53,23 @@ TEST_F(ExchangeParity, GatherRows) {
       }
       auto slot_source = Mirror::of(source);
       auto slot_k = Mirror::of(choice);
+      auto elsewhere = Mirror::of(random_bytes(static_cast<size_t>(tokens * row_bytes), &rng));
       Mirror out(static_cast<size_t>(slots * out_stride)), out_weights(slots * 4);
-      for (const bool with_rows : {true, false}) {
+      const int32_t last = ranks - 1;
+      const TokenPart parts[] = {{TokenPart::kAll, -1, 0, 0},
+                                 {TokenPart::kOwn, last, 0, 0},
+                                 {TokenPart::kOthers, last, 7, 31}};
+      for (const int variant : {0, 1, 2, 3}) {  // the last: no rows
+        const TokenPart& part = parts[variant % 3];
+        const bool with_rows = variant < 3;
         for (const bool cuda : {false, true}) {
           GatherRows g{};
+          g.part = part;
           g.rows.pointers = rank_rows.on(cuda);
           g.rows.strides = rank_strides.on(cuda);
+          g.rows.own_rank = part.own_rank;  // lies elsewhere
+          g.rows.own = elsewhere->on(cuda);
+          g.rows.own_stride = row_bytes;
           g.weights.pointers = reinterpret_cast<const void* const*>(rank_weights.on(cuda));
           g.weights.row_stride = top_k * 4;
           g.slot_source = reinterpret_cast<const int64_t*>(slot_source->on(cuda));

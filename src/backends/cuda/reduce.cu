@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(kThreads, 4) gather_rows(const GatherRows g, i
     const int64_t source = g.slot_source != nullptr ? g.slot_source[slot] : slot;
     const int64_t rank = source >> 32;
     const int64_t token = source & 0xFFFFFFFF;
+    if (!g.part.has(source < 0 ? g.part.own_rank : rank, token)) continue;
     if (g.out_weights != nullptr && lane_id() == 0) {
       g.out_weights[slot] = source < 0 ? 0.0f : g.weights.floats(rank, token)[g.slot_k[slot]];
     }
@@ -211,8 +212,25 @@ struct MergeArguments {
   int out_alignment;
 };
 
+// The elements of one access, as they are or as FP32 numbers; at: where they lie in a row of tokens.
+template <typename Token, typename Out>
+__device__ __forceinline__ void store_as(const Elements<Token>& e, uint8_t* row, int64_t at, int alignment) {
+  if constexpr (std::is_same_v<Token, Out>) {
+    e.store(row + at, alignment);
+  } else {
+    static_assert(std::is_same_v<Out, Fp32Token> && Token::kBytes == 2, "16 bits to 32");
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Elements<Out> wide;
+#pragma unroll
+      for (int i = 0; i < Elements<Out>::kCount; ++i) wide.x[i] = e.x[half * Elements<Out>::kCount + i];
+      wide.store(row + 2 * at + half * 16, alignment);
+    }
+  }
+}
+
 // The threads of a row look at its token's slots; all but those of the first write zeros.
-template <typename Token>
+template <typename Token, typename Out>
 __global__ void __launch_bounds__(kRowThreads, 4)
     merge_slots(const MergeArguments a, const RowThreads threads) {
   using E = Elements<Token>;
@@ -240,8 +258,30 @@ __global__ void __launch_bounds__(kRowThreads, 4)
         const Slot slot(a.rows, a.weights, slots[i]);
         slot.add(slot.load(at), &sum);
       }
-      sum.store(out + at, a.out_alignment);
+      store_as<Token, Out>(sum, out, at, a.out_alignment);
     }
+  }
+}
+
+// A thread an access of the result.
+template <typename Token>
+__global__ void __launch_bounds__(kThreads, 4)
+    add_sums(const float* sums, uint8_t* result, int64_t stride, int alignment, int64_t chunks, int64_t count) {
+  using E = Elements<Token>;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
+       i += static_cast<int64_t>(gridDim.x) * kThreads) {
+    uint8_t* to = result + i / chunks * stride + i % chunks * 16;
+    E sum;
+    sum.load(to, alignment);
+#pragma unroll
+    for (int part = 0; part < E::kCount / 4; ++part) {
+      const float4 more = reinterpret_cast<const float4*>(sums)[i * (E::kCount / 4) + part];
+      sum.x[part * 4] = add_rn(sum.x[part * 4], more.x);
+      sum.x[part * 4 + 1] = add_rn(sum.x[part * 4 + 1], more.y);
+      sum.x[part * 4 + 2] = add_rn(sum.x[part * 4 + 2], more.z);
+      sum.x[part * 4 + 3] = add_rn(sum.x[part * 4 + 3], more.w);
+    }
+    sum.store(to, alignment);
   }
 }
 
@@ -271,8 +311,27 @@ Status launch_reduce(const ReduceArguments& a, const LaunchContext& context) {
 template <typename Token>
 Status launch_merge(const MergeArguments& a, const LaunchContext& context) {
   const RowThreads threads = row_threads(a.m.out.columns() / Elements<Token>::kCount);
-  return launch_kernel<merge_slots<Token>>("merge_slots", context, row_launch(threads, a.m.out.rows()), a,
-                                           threads);
+  const LaunchShape shape = row_launch(threads, a.m.out.rows());
+  if (a.m.out.dtype == a.m.rows.dtype) {
+    return launch_kernel<merge_slots<Token, Token>>("merge_slots", context, shape, a, threads);
+  }
+  if constexpr (Token::kBytes == 2) {
+    return launch_kernel<merge_slots<Token, Fp32Token>>("merge_slots", context, shape, a, threads);
+  }
+  return Status(NVTE_EP_STATUS_INTERNAL, "merge_slots: slots are merged to their own type or to FP32");
+}
+
+template <typename Token>
+Status launch_add(const float* sums, const TensorView& result, const LaunchContext& context) {
+  const int64_t stride = result.stride * dtype_bytes(result.dtype);
+  const int64_t chunks = result.columns() / Elements<Token>::kCount;
+  const int64_t count = result.rows() * chunks;
+  LaunchShape shape;
+  shape.bounded = true;
+  shape.blocks = (count + kThreads - 1) / kThreads;
+  shape.threads = kThreads;
+  return launch_kernel<add_sums<Token>>("add_sums", context, shape, sums, static_cast<uint8_t*>(result.data),
+                                        stride, alignment_of(result.data, stride), chunks, count);
 }
 
 }  // namespace
@@ -310,13 +369,24 @@ Status launch_merge_slots(const MergeSlots& m, const LaunchContext& context) {
   a.weights.row_stride = 4;
   a.out_stride = m.out.stride * dtype_bytes(m.out.dtype);
   a.out_alignment = alignment_of(m.out.data, a.out_stride);
-  switch (m.out.dtype) {
+  switch (m.rows.dtype) {
     case DType::kBFloat16:
       return launch_merge<Bf16Token>(a, context);
     case DType::kFloat16:
       return launch_merge<Fp16Token>(a, context);
     default:
       return launch_merge<Fp32Token>(a, context);
+  }
+}
+
+Status launch_add_sums(const float* sums, const TensorView& result, const LaunchContext& context) {
+  switch (result.dtype) {
+    case DType::kBFloat16:
+      return launch_add<Bf16Token>(sums, result, context);
+    case DType::kFloat16:
+      return launch_add<Fp16Token>(sums, result, context);
+    default:
+      return launch_add<Fp32Token>(sums, result, context);
   }
 }
 
