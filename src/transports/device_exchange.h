@@ -28,11 +28,12 @@ struct ItemCounts {
 struct Travel {
   const void* items = nullptr;
   int64_t item_bytes = 0;
-  int64_t inbox_at = 0;     // bytes: where they arrive
-  bool to_each = false;     // a block of items for each rank, one after the other; else the same ones for all
-  int64_t tokens = 0;       // items of a block
-  int64_t begin = 0, end = 0;           // those of each block that go now
-  const ItemCounts* listed = nullptr;  // instead: items for rank 0, 1, ... one after the other, this rank among them
+  int64_t inbox_at = 0;  // bytes: where they arrive
+  bool to_each = false;  // a block of items for each rank, one after the other; else the same ones for all
+  int64_t tokens = 0;    // items of a block
+  int64_t begin = 0, end = 0;  // those of each block that go now
+  const ItemCounts* listed =
+      nullptr;  // instead: items for rank 0, 1, ... one after the other, this rank among them
 };
 
 // One handle's rows, for transports whose engine puts them straight into slots and sums slots straight into tokens.

@@ -237,9 +237,7 @@ class DeviceHandle : public HandleTransport {
   }
 
   // What the outbox or the inbox holds in any step.
-  int64_t most_items() const {
-    return std::max({plan_.rows.sent(), plan_.rows.received(), route_.tokens});
-  }
+  int64_t most_items() const { return std::max({plan_.rows.sent(), plan_.rows.received(), route_.tokens}); }
   // Fixed capacity has its outbox from the group's creation on.
   int64_t outbox_need(int64_t item_bytes) const {
     return member_->settings.eager() ? most_items() * item_bytes : 0;

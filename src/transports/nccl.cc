@@ -163,9 +163,9 @@ class NcclExchange : public DeviceExchange {
     const nccl::Api& api = ranks_.api();
     const nccl::Comm comm = ranks_.comm();
     if (out_bytes > 0) {
-      NVTE_EP_TRY(check(
-          api, api.ncclSend(out, static_cast<size_t>(out_bytes), nccl::kUint8, peer, comm, stream), "ncclSend",
-          comm));
+      NVTE_EP_TRY(check(api,
+                        api.ncclSend(out, static_cast<size_t>(out_bytes), nccl::kUint8, peer, comm, stream),
+                        "ncclSend", comm));
     }
     if (in_bytes == 0) return Status();
     return check(api, api.ncclRecv(in, static_cast<size_t>(in_bytes), nccl::kUint8, peer, comm, stream),

@@ -159,8 +159,8 @@ Status NcclEpSlots::low_latency_combine(const ReturnRows& call, nvte_ep_stream_t
     NVTE_EP_TRY(ranks_->slot_rows(slots_, &from.data));
     NVTE_EP_TRY(merge(call.slots, call.slot_weights, from.dtype, from.data, stream));
   }
-  const bool direct_out = !call.accumulate && call.result.stride == call.result.columns() &&
-                          is_aligned(call.result.data);
+  const bool direct_out =
+      !call.accumulate && call.result.stride == call.result.columns() && is_aligned(call.result.data);
   void* to = direct_out ? call.result.data : ranks_->token_rows();
   NVTE_EP_TRY(low_latency_->combine(from, to, stream));
   return direct_out ? Status() : add(to, call.result, call.accumulate, stream);

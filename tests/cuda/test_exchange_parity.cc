@@ -56,9 +56,8 @@ TEST_F(ExchangeParity, GatherRows) {
       auto elsewhere = Mirror::of(random_bytes(static_cast<size_t>(tokens * row_bytes), &rng));
       Mirror out(static_cast<size_t>(slots * out_stride)), out_weights(slots * 4);
       const int32_t last = ranks - 1;
-      const TokenPart parts[] = {{TokenPart::kAll, -1, 0, 0},
-                                 {TokenPart::kOwn, last, 0, 0},
-                                 {TokenPart::kOthers, last, 7, 31}};
+      const TokenPart parts[] = {
+          {TokenPart::kAll, -1, 0, 0}, {TokenPart::kOwn, last, 0, 0}, {TokenPart::kOthers, last, 7, 31}};
       for (const int variant : {0, 1, 2, 3}) {  // the last: no rows
         const TokenPart& part = parts[variant % 3];
         const bool with_rows = variant < 3;

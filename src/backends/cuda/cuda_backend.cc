@@ -179,8 +179,8 @@ Status CudaBackend::wait_mark(void* mark, nvte_ep_stream_t stream) {
 Status CudaBackend::create_stream(nvte_ep_stream_t* stream) {
   return on_device(nullptr, [&](const LaunchContext&) {
     int least = 0, greatest = 0;
-    NVTE_EP_TRY(cuda_status(cudaDeviceGetStreamPriorityRange(&least, &greatest),
-                            "cudaDeviceGetStreamPriorityRange"));
+    NVTE_EP_TRY(
+        cuda_status(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange"));
     return cuda_status(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, greatest),
                        "cudaStreamCreateWithPriority");
   });

@@ -265,8 +265,8 @@ __global__ void __launch_bounds__(kRowThreads, 4)
 
 // A thread an access of the result.
 template <typename Token>
-__global__ void __launch_bounds__(kThreads, 4)
-    add_sums(const float* sums, uint8_t* result, int64_t stride, int alignment, int64_t chunks, int64_t count) {
+__global__ void __launch_bounds__(kThreads, 4) add_sums(const float* sums, uint8_t* result, int64_t stride,
+                                                        int alignment, int64_t chunks, int64_t count) {
   using E = Elements<Token>;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
        i += static_cast<int64_t>(gridDim.x) * kThreads) {
