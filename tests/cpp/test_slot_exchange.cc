@@ -178,13 +178,12 @@ TEST(SlotExchange, PartsOfTheTokensAddUp) {
       const int64_t source = scene.slot_source[static_cast<size_t>(s)];
       const bool is_own = source < 0 || source >> 32 == scene.rank;
       const int64_t token = source & 0xFFFFFFFF;
-      const bool mine = part.which == TokenPart::kOwn
-                            ? is_own
-                            : !is_own && token >= part.begin && token < part.end;
+      const bool mine =
+          part.which == TokenPart::kOwn ? is_own : !is_own && token >= part.begin && token < part.end;
       const auto from = static_cast<std::ptrdiff_t>(s * scene.row_bytes);
       const std::vector<uint8_t>& expected = mine ? whole : before;
-      EXPECT_TRUE(std::equal(pieces.begin() + from, pieces.begin() + from + scene.row_bytes,
-                             expected.begin() + from))
+      EXPECT_TRUE(
+          std::equal(pieces.begin() + from, pieces.begin() + from + scene.row_bytes, expected.begin() + from))
           << "slot " << s;
     }
   }
