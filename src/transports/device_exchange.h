@@ -33,7 +33,9 @@ struct Travel {
   int64_t tokens = 0;    // items of a block
   int64_t begin = 0, end = 0;  // those of each block that go now
   const ItemCounts* listed =
-      nullptr;  // instead: items for rank 0, 1, ... one after the other, this rank among them
+      nullptr;                // instead: items for rank 0, 1, ... one after the other, none for this rank
+  const void* own = nullptr;  // what this rank has for itself, which does not travel
+  int64_t own_stride = 0;     // bytes
 };
 
 // One handle's rows, for transports whose engine puts them straight into slots and sums slots straight into tokens.
@@ -79,8 +81,8 @@ class DeviceExchange : public RoutingRanks {
   virtual Status begin(const std::vector<Travel>& travels, int32_t piece, nvte_ep_stream_t stream) = 0;
   // What is enqueued from now on comes after the arrival of a piece. Every piece is awaited.
   virtual Status await(int32_t piece, nvte_ep_stream_t stream) = 0;
-  // Where a travel arrives: rank r's items at row(r, token); listed ones counted through. What this rank has for itself does
-  // not travel unless it is listed: it is where it was.
+  // Where a travel arrives: rank r's items at row(r, token), or where they are listed at row(r, i), counted through all ranks;
+  // this rank's own where they are.
   virtual RankArrays arrivals(const Travel& travel) const = 0;
 };
 

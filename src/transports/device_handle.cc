@@ -20,8 +20,9 @@ struct Plan {
   ItemCounts rows;  // dispatch: rows to and from each rank
   const int64_t* send_tokens =
       nullptr;  // [rows.sent()] source of each row sent; null: every token to every rank
-  const int64_t* slot_source = nullptr;   // [slots] where a slot's row lies among those received
-  const SlotAddress* partials = nullptr;  // [rows.received(), top_k] slots of each received row
+  const int64_t* slot_source = nullptr;       // [slots] where a slot's row lies among those received
+  const SlotAddress* partials = nullptr;      // [rows.received(), top_k] slots of each received row
+  const SlotAddress* own_partials = nullptr;  // [T, top_k] slots of each of this rank's own
   const SlotAddress* sums =
       nullptr;  // [T, ranks] where the partial rows of a token lie among those that come back
   const SlotAddress* choices = nullptr;  // [T, top_k] the same for the value of each choice
@@ -158,13 +159,7 @@ class DeviceHandle : public HandleTransport {
 
     GatherRows gather{};
     gather.rows = exchange_->arrivals(rows);
-    gather.rows.own = call.rows;
-    gather.rows.own_stride = call.row_stride;
-    if (call.out_weights != nullptr) {
-      gather.weights = exchange_->arrivals(weights);
-      gather.weights.own = values;
-      gather.weights.own_stride = value_stride;
-    }
+    if (call.out_weights != nullptr) gather.weights = exchange_->arrivals(weights);
     gather.slot_source = plan_.slot_source;
     gather.slot_k = route_.slot_k;
     gather.slots = slots_;
@@ -182,15 +177,13 @@ class DeviceHandle : public HandleTransport {
       if (p == 0 && !call.backward) together.push_back(weights);
       NVTE_EP_TRY(exchange_->begin(together, p, stream));
     }
-    if (rows.listed == nullptr) {  // the own rows have no way to go
-      gather.part.which = TokenPart::kOwn;
-      NVTE_EP_TRY(member_->backend->gather_rows(gather, stream));
-      gather.part.which = TokenPart::kOthers;
-    }
+    gather.part.which = TokenPart::kOwn;  // they have no way to go
+    NVTE_EP_TRY(member_->backend->gather_rows(gather, stream));
+    gather.part.which = TokenPart::kOthers;
     for (int32_t p = 0; p < pieces; ++p) {
       cut(&rows, p, pieces);
       gather.part.begin = rows.begin;
-      gather.part.end = rows.end;
+      gather.part.end = rows.listed != nullptr ? plan_.rows.received() : rows.end;
       NVTE_EP_TRY(exchange_->await(p, stream));
       NVTE_EP_TRY(member_->backend->gather_rows(gather, stream));
     }
@@ -207,16 +200,17 @@ class DeviceHandle : public HandleTransport {
     reduce.rows.row_stride = call.slots.stride * dtype_bytes(call.slots.dtype);
     reduce.weights.block = call.slot_weights;
     reduce.weights.row_stride = 4;
-    reduce.slots = plan_.partials;
     RankArrays scalars;  // zeros for every slot where the caller gives none
     scalars.block = call.slot_scalars != nullptr ? call.slot_scalars : no_values_;
     scalars.row_stride = call.slot_scalars != nullptr ? 4 : 0;
     if (member_->size == 1) {
+      reduce.slots = plan_.own_partials;
       reduce.result = call.result;
       reduce.accumulate = call.accumulate;
       NVTE_EP_TRY(member_->backend->reduce_rows(reduce, stream));
       if (!call.backward || call.scalars.data == nullptr) return Status();
-      return member_->backend->gather_scalars(settings_.top_k, plan_.partials, scalars, call.scalars, stream);
+      return member_->backend->gather_scalars(settings_.top_k, plan_.own_partials, scalars, call.scalars,
+                                              stream);
     }
     NVTE_EP_TRY(return_sums(reduce, call, stream));
     // The gradients of the weights travel in every dispatch backward, as the weights did.
@@ -236,8 +230,14 @@ class DeviceHandle : public HandleTransport {
     return bytes;
   }
 
-  // What the outbox or the inbox holds in any step.
-  int64_t most_items() const { return std::max({plan_.rows.sent(), plan_.rows.received(), route_.tokens}); }
+  // What the outbox or the inbox holds in any step. On the way back listed items are followed by the own ones.
+  int64_t most_items() const {
+    const int64_t own = plan_.send_tokens != nullptr ? route_.tokens : 0;
+    return std::max({plan_.rows.sent(), plan_.rows.received() + own, route_.tokens});
+  }
+  int64_t first_own() const {
+    return plan_.send_tokens != nullptr ? plan_.rows.received() : member_->rank * route_.tokens;
+  }
   // Fixed capacity has its outbox from the group's creation on.
   int64_t outbox_need(int64_t item_bytes) const {
     return member_->settings.eager() ? most_items() * item_bytes : 0;
@@ -272,6 +272,8 @@ class DeviceHandle : public HandleTransport {
               nvte_ep_stream_t stream) {
     Backend* backend = member_->backend;
     t->items = memory;
+    t->own = items;
+    t->own_stride = stride;
     if (items == nullptr) return Status();
     if (t->listed != nullptr) {
       GatherRows gather{};
@@ -296,22 +298,13 @@ class DeviceHandle : public HandleTransport {
   Status return_sums(ReduceRows reduce, const ReturnRows& call, nvte_ep_stream_t stream) {
     Backend* backend = member_->backend;
     const int64_t hidden = member_->settings.hidden;
-    const SlotAddress* const partials = reduce.slots;
-    Travel back = travel(hidden * dtype_bytes(call.slots.dtype));
     const ItemCounts counts = plan_.rows.back();
-    back.listed = listed(counts);
-    back.to_each = true;
-    void* outbox = nullptr;
-    NVTE_EP_TRY(exchange_->outbox(outbox_need(back.item_bytes), &outbox, stream));
-    back.items = outbox;
-    const auto reduce_some = [&](int64_t first, int64_t count) {
-      reduce.slots = partials + first * settings_.top_k;
-      reduce.result = TensorView{static_cast<uint8_t*>(outbox) + first * back.item_bytes,
-                                 call.slots.dtype,
-                                 member_->settings.device,
-                                 2,
-                                 {count, hidden},
-                                 hidden};
+    Travel back;
+    NVTE_EP_TRY(travel_back(hidden * dtype_bytes(call.slots.dtype), counts, &back, stream));
+    const auto reduce_some = [&](const SlotAddress* slots, int64_t first, int64_t count) {
+      reduce.slots = slots;
+      reduce.result = TensorView{
+          item(back, first), call.slots.dtype, member_->settings.device, 2, {count, hidden}, hidden};
       return backend->reduce_rows(reduce, stream);
     };
     ReduceRows sum{};
@@ -323,12 +316,14 @@ class DeviceHandle : public HandleTransport {
     for (int32_t p = 0; p < pieces; ++p) {
       cut(&back, p, pieces);
       for (int32_t r = 0; back.listed == nullptr && r < member_->size; ++r) {
-        if (r != member_->rank) NVTE_EP_TRY(reduce_some(r * back.tokens + back.begin, back.end - back.begin));
+        const int64_t first = r * back.tokens + back.begin;
+        if (r == member_->rank) continue;
+        NVTE_EP_TRY(reduce_some(plan_.partials + first * settings_.top_k, first, back.end - back.begin));
       }
-      if (back.listed != nullptr) NVTE_EP_TRY(reduce_some(0, plan_.rows.received()));
+      if (back.listed != nullptr) NVTE_EP_TRY(reduce_some(plan_.partials, 0, plan_.rows.received()));
       NVTE_EP_TRY(exchange_->begin({back}, p, stream));
     }
-    if (back.listed == nullptr) NVTE_EP_TRY(reduce_some(member_->rank * back.tokens, tokens_));
+    NVTE_EP_TRY(reduce_some(plan_.own_partials, first_own(), tokens_));
     for (int32_t p = 0; p < pieces; ++p) {
       cut(&back, p, pieces);
       NVTE_EP_TRY(exchange_->await(p, stream));
@@ -343,23 +338,35 @@ class DeviceHandle : public HandleTransport {
     return Status();
   }
 
+  // Items that go back, in the outbox: to be written.
+  Status travel_back(int64_t item_bytes, const ItemCounts& counts, Travel* back, nvte_ep_stream_t stream) {
+    void* outbox = nullptr;
+    NVTE_EP_TRY(exchange_->outbox(outbox_need(item_bytes), &outbox, stream));
+    *back = travel(item_bytes);
+    back->listed = listed(counts);
+    back->to_each = true;
+    back->items = outbox;
+    back->own = item(*back, first_own());
+    back->own_stride = item_bytes;
+    return Status();
+  }
+  static uint8_t* item(const Travel& t, int64_t i) {
+    return static_cast<uint8_t*>(const_cast<void*>(t.items)) + i * t.item_bytes;
+  }
+
   Status return_scalars(const RankArrays& of_slots, const ReturnRows& call, nvte_ep_stream_t stream) {
     Backend* backend = member_->backend;
-    Travel back = travel(int64_t{settings_.top_k} * 4);
     const ItemCounts counts = plan_.rows.back();
-    back.listed = listed(counts);
-    back.to_each = true;
-    void* outbox = nullptr;
-    NVTE_EP_TRY(exchange_->outbox(outbox_need(back.item_bytes), &outbox, stream));
-    back.items = outbox;
-    const TensorView out{outbox,
-                         DType::kFloat32,
-                         member_->settings.device,
-                         2,
-                         {plan_.rows.received(), settings_.top_k},
-                         settings_.top_k};
-    NVTE_EP_TRY(backend->gather_scalars(settings_.top_k, plan_.partials, of_slots, out, stream));
+    Travel back;
+    NVTE_EP_TRY(travel_back(int64_t{settings_.top_k} * 4, counts, &back, stream));
+    const auto gather_some = [&](const SlotAddress* slots, int64_t first, int64_t count) {
+      const TensorView out{item(back, first),        DType::kFloat32, member_->settings.device, 2,
+                           {count, settings_.top_k}, settings_.top_k};
+      return backend->gather_scalars(settings_.top_k, slots, of_slots, out, stream);
+    };
+    NVTE_EP_TRY(gather_some(plan_.partials, 0, plan_.rows.received()));
     NVTE_EP_TRY(exchange_->begin({back}, 0, stream));
+    NVTE_EP_TRY(gather_some(plan_.own_partials, first_own(), tokens_));
     NVTE_EP_TRY(exchange_->await(0, stream));
     if (call.scalars.data == nullptr) return Status();
     RankArrays values = exchange_->arrivals(back);
@@ -374,9 +381,14 @@ class DeviceHandle : public HandleTransport {
     plan_.rows.receive = plan_.rows.send;
     plan_.slot_source = route_.slot_source;
     plan_.partials = route_.in_slots;
+    plan_.own_partials = own_partials();
     plan_.sums = route_.rank_rows;
     plan_.choices = route_.rank_choices;
     return Status();
+  }
+
+  const SlotAddress* own_partials() const {
+    return route_.in_slots + member_->rank * route_.tokens * settings_.top_k;
   }
 
   // Eager: the host learns the number of slots, and where the exchange can use it, what exactly has to travel.
@@ -389,7 +401,7 @@ class DeviceHandle : public HandleTransport {
     return exchange_ != nullptr && exchange_->exact_counts() ? plan_exact(stream) : Status();
   }
 
-  // The host reads the routing and lists what has to travel.
+  // The host reads the routing and lists what has to travel: none of what a rank has for itself.
   Status plan_exact(nvte_ep_stream_t stream) {
     Backend* backend = member_->backend;
     const size_t ranks = static_cast<size_t>(member_->size);
@@ -405,14 +417,17 @@ class DeviceHandle : public HandleTransport {
     NVTE_EP_TRY(backend->download(slot_source.data(), route_.slot_source, slots_ * 8, stream));
 
     plan_ = Plan();
+    plan_.own_partials = own_partials();
     plan_.rows.send.assign(ranks, 0);
     plan_.rows.receive.assign(ranks, 0);
     std::vector<int64_t> send_tokens;
+    const size_t me = static_cast<size_t>(member_->rank);
     for (size_t r = 0; r < ranks; ++r) {
+      if (r == me) continue;
       for (int64_t t = 0; t < tokens_; ++t) {
         SlotAddress& address = sums[static_cast<size_t>(t) * ranks + r];
         if (address < 0) continue;
-        address = static_cast<int64_t>(send_tokens.size());
+        address = slot_address(static_cast<int32_t>(r), static_cast<int64_t>(send_tokens.size()));
         send_tokens.push_back(t);
         ++plan_.rows.send[r];
       }
@@ -420,13 +435,15 @@ class DeviceHandle : public HandleTransport {
     for (int64_t i = 0; i < choices; ++i) {
       SlotAddress& address = own[static_cast<size_t>(i)];
       if (address < 0) continue;
-      const size_t rank = static_cast<size_t>(address >> kSlotBits);
-      address = sums[static_cast<size_t>(i / top_k) * ranks + rank] * top_k + i % top_k;
+      const int32_t rank = static_cast<int32_t>(address >> kSlotBits);
+      const SlotAddress sum = sums[static_cast<size_t>(i / top_k) * ranks + static_cast<size_t>(rank)];
+      address = slot_address(rank, (sum - slot_address(rank, 0)) * top_k + i % top_k);
     }
     std::vector<SlotAddress> partials;
     std::vector<int64_t> place(static_cast<size_t>(route_.tokens) * ranks, -1);
     int64_t received = 0;
     for (size_t r = 0; r < ranks; ++r) {
+      if (r == me) continue;
       for (int64_t t = 0; t < route_.tokens; ++t) {
         const SlotAddress* slots = in_slots.data() + static_cast<int64_t>(r) * choices + t * top_k;
         if (std::all_of(slots, slots + top_k, [](SlotAddress a) { return a < 0; })) continue;
@@ -436,10 +453,9 @@ class DeviceHandle : public HandleTransport {
       }
     }
     for (int64_t& source : slot_source) {
-      if (source >= 0) {
-        source = place[static_cast<size_t>(source >> 32) * static_cast<size_t>(route_.tokens) +
-                       static_cast<size_t>(source & 0xFFFFFFFF)];
-      }
+      const int64_t rank = source >> 32;
+      if (source < 0 || rank == member_->rank) continue;
+      source = rank << 32 | place[static_cast<size_t>(rank * route_.tokens + (source & 0xFFFFFFFF))];
     }
     const struct {
       DeviceBuffer& buffer;

@@ -91,12 +91,10 @@ class NcclExchange : public DeviceExchange {
     RankArrays arrivals;
     arrivals.block = inbox_.as<uint8_t>() + travel.inbox_at;
     arrivals.row_stride = travel.item_bytes;
-    if (travel.listed != nullptr) return arrivals;
-    arrivals.rank_stride = travel.tokens * travel.item_bytes;
+    arrivals.rank_stride = travel.listed != nullptr ? 0 : travel.tokens * travel.item_bytes;
     arrivals.own_rank = ranks_.rank();
-    arrivals.own = static_cast<const uint8_t*>(travel.items) +
-                   (travel.to_each ? ranks_.rank() * arrivals.rank_stride : 0);
-    arrivals.own_stride = travel.item_bytes;
+    arrivals.own = travel.own;
+    arrivals.own_stride = travel.own_stride;
     return arrivals;
   }
 
