@@ -99,9 +99,10 @@ class DeviceHandle : public HandleTransport {
     Backend* backend = member_->backend;
     tokens_ = call.topk_idx.rows();
     const int64_t choices = route_.tokens * settings_.top_k;
-    NVTE_EP_TRY(
-        backend->clean_indices(call.topk_idx, route_.num_experts, route_.tokens, clean_, counters_, stream));
-    NVTE_EP_TRY(ranks_->gather(clean_, all_, choices * 4, stream));
+    const bool alone = member_->size == 1;
+    NVTE_EP_TRY(backend->clean_indices(call.topk_idx, route_.num_experts, route_.tokens,
+                                       alone ? all_ : clean_, counters_, stream));
+    if (!alone) NVTE_EP_TRY(ranks_->gather(clean_, all_, choices * 4, stream));
     NVTE_EP_TRY(backend->route(route_, stream));
     NVTE_EP_TRY(backend->write_index(shared_report(), counters_, stream));
     NVTE_EP_TRY(member_->settings.eager() ? plan_eager(stream) : plan_fixed());

@@ -39,7 +39,18 @@ class NcclExchange : public DeviceExchange {
     for (Piece& piece : pieces_) NVTE_EP_TRY(backend_->create_mark(&piece.arrived));
     if (settings_.eager()) return Status();
     NVTE_EP_TRY(outbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size())));
-    return inbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size()));
+    NVTE_EP_TRY(inbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size())));
+    if (std::getenv("NVTE_EP_TRY_REGISTER") != nullptr) {  // EXPERIMENT
+      void* h = nullptr;
+      const size_t bytes = static_cast<size_t>(outbox_bytes(settings_, ranks_.size()));
+      NVTE_EP_TRY(backend_->with_device([&] {
+        NVTE_EP_TRY(check(ranks_.api(), ranks_.api().ncclCommRegister(ranks_.comm(), inbox_.as<void>(), bytes, &h),
+                          "ncclCommRegister", ranks_.comm()));
+        return check(ranks_.api(), ranks_.api().ncclCommRegister(ranks_.comm(), outbox_.as<void>(), bytes, &h),
+                     "ncclCommRegister", ranks_.comm());
+      }));
+    }
+    return Status();
   }
 
   bool exact_counts() const override { return settings_.eager() && ranks_.size() > 1; }
