@@ -68,7 +68,7 @@ Status HostBackend::gather_rows(const GatherRows& g, nvte_ep_stream_t) {
       const int64_t source = g.slot_source != nullptr ? g.slot_source[s] : s;
       const int64_t rank = source >> 32;
       const int64_t token = source & 0xFFFFFFFF;
-      if (!g.part.has(source < 0 ? g.part.own_rank : rank, token)) continue;
+      if (source < 0 ? g.part.which == TokenPart::kOthers : !g.part.has(rank, token)) continue;
       if (g.out != nullptr) {
         uint8_t* out = static_cast<uint8_t*>(g.out) + s * g.out_stride;
         if (source < 0) {

@@ -136,12 +136,11 @@ struct TokenPart {
   enum Which : int32_t { kAll, kOwn, kOthers };
   Which which = kAll;
   int32_t own_rank = 0;
-  int64_t begin = 0, end = 0;  // of each of the other ranks
+  int64_t begin = 0, end = 0;  // of each of the ranks that are meant
 
   NVTE_EP_HD bool has(int64_t rank, int64_t token) const {
     if (which == kAll) return true;
-    if (rank == own_rank || which == kOwn) return rank == own_rank && which == kOwn;
-    return token >= begin && token < end;
+    return (rank == own_rank) == (which == kOwn) && token >= begin && token < end;
   }
 };
 
@@ -159,6 +158,12 @@ struct GatherRows {
   int64_t out_stride;  // bytes
   float* out_weights;  // [slots] or null
   TokenPart part;      // padding belongs to the own tokens
+  // The same map from the other side, where it is known: row (r, i) goes to the slots at (r * source_rows + i) * top_k. A part
+  // whose rows go to several slots each then reads them once.
+  const SlotAddress* source_slots;
+  int64_t source_rows;
+  int32_t top_k;
+  int32_t num_ranks;
 };
 
 // A token's slots on every rank, summed: result[t] = sum over k of weight * row, FP32, in order of k, rounded once.

@@ -75,7 +75,7 @@ class DeviceExchange : public RoutingRanks {
 
   // In how many pieces so many bytes for each rank best travel, so that what has come can be worked on meanwhile. At most
   // kMaxPieces; 0 where there is no other rank.
-  static constexpr int32_t kMaxPieces = 4;
+  static constexpr int32_t kMaxPieces = 2;
   virtual int32_t pieces(int64_t bytes) const = 0;
   // Sends travels off, all in one go as a step's piece-th: after what the stream holds, but not before what it gets next.
   virtual Status begin(const std::vector<Travel>& travels, int32_t piece, nvte_ep_stream_t stream) = 0;

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -179,8 +180,16 @@ class DeviceHandle : public HandleTransport {
       NVTE_EP_TRY(exchange_->begin(together, p, stream));
     }
     gather.part.which = TokenPart::kOwn;  // they have no way to go
+    gather.part.end = tokens_;
+    gather.top_k = settings_.top_k;
+    gather.source_slots = plan_.own_partials;
     NVTE_EP_TRY(member_->backend->gather_rows(gather, stream));
     gather.part.which = TokenPart::kOthers;
+    const bool listed = rows.listed != nullptr;
+    gather.source_slots = plan_.partials;
+    gather.source_rows = listed ? 0 : rows.tokens;
+    gather.num_ranks =
+        listed ? 2 : member_->size;  // listed rows are counted through, as if one rank had sent them
     for (int32_t p = 0; p < pieces; ++p) {
       cut(&rows, p, pieces);
       gather.part.begin = rows.begin;
@@ -262,9 +271,14 @@ class DeviceHandle : public HandleTransport {
   int32_t num_pieces(const Travel& t) const {
     return t.listed != nullptr ? 1 : exchange_->pieces(t.tokens * t.item_bytes);
   }
+  // Of two pieces the one during which this rank has least to do is short: the last on the way to slots, for then there is
+  // little left to do, and the first on the way back, which waits for its sums.
   static void cut(Travel* t, int32_t piece, int32_t pieces) {
-    t->begin = t->tokens * piece / pieces;
-    t->end = t->tokens * (piece + 1) / pieces;
+    const char* const percent = std::getenv("NVTE_EP_TRY_SHORT");  // EXPERIMENT
+    const int64_t few = t->tokens * (percent ? std::atoi(percent) : 20) / 100;
+    const int64_t first = pieces == 1 ? t->tokens : t->to_each ? few : t->tokens - few;
+    t->begin = piece == 0 ? 0 : first;
+    t->end = piece == 0 ? first : t->tokens;
   }
 
   // Items of this rank's tokens to where they travel from: where they are, or memory of the outbox. readable: how many of them

@@ -15,8 +15,8 @@ namespace {
 
 using nccl::check;
 
-// So many bytes for each rank travel in pieces, each of which costs the start of a kernel of NCCL's.
-constexpr int64_t kPieceBytes = int64_t{8} << 20;
+// So many bytes for each rank travel in two pieces: the second costs the start of a kernel of NCCL's.
+constexpr int64_t kTwoPiecesBytes = int64_t{24} << 20;
 // Fewer are not worth a stream of their own.
 constexpr int64_t kSideStreamBytes = int64_t{1} << 20;
 
@@ -39,18 +39,7 @@ class NcclExchange : public DeviceExchange {
     for (Piece& piece : pieces_) NVTE_EP_TRY(backend_->create_mark(&piece.arrived));
     if (settings_.eager()) return Status();
     NVTE_EP_TRY(outbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size())));
-    NVTE_EP_TRY(inbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size())));
-    if (std::getenv("NVTE_EP_TRY_REGISTER") != nullptr) {  // EXPERIMENT
-      void* h = nullptr;
-      const size_t bytes = static_cast<size_t>(outbox_bytes(settings_, ranks_.size()));
-      NVTE_EP_TRY(backend_->with_device([&] {
-        NVTE_EP_TRY(check(ranks_.api(), ranks_.api().ncclCommRegister(ranks_.comm(), inbox_.as<void>(), bytes, &h),
-                          "ncclCommRegister", ranks_.comm()));
-        return check(ranks_.api(), ranks_.api().ncclCommRegister(ranks_.comm(), outbox_.as<void>(), bytes, &h),
-                     "ncclCommRegister", ranks_.comm());
-      }));
-    }
-    return Status();
+    return inbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size()));
   }
 
   bool exact_counts() const override { return settings_.eager() && ranks_.size() > 1; }
@@ -73,7 +62,7 @@ class NcclExchange : public DeviceExchange {
     if (ranks_.size() == 1) return 0;
     const char* const forced = std::getenv("NVTE_EP_TRY_PIECES");
     if (forced != nullptr && bytes > kSideStreamBytes) return std::atoi(forced);
-    return static_cast<int32_t>(std::clamp<int64_t>(bytes / kPieceBytes, 1, kMaxPieces));
+    return bytes < kTwoPiecesBytes ? 1 : kMaxPieces;
   }
 
   // On a stream of its own, so that what has come is put into slots while the rest travels.

@@ -40,8 +40,6 @@ Status fill(void* library, Api* api) {
   NVTE_EP_REQUIRED(ncclRecv);
   NVTE_EP_REQUIRED(ncclAllGather);
 #undef NVTE_EP_REQUIRED
-  resolve(library, "ncclCommRegister", &api->ncclCommRegister);
-  resolve(library, "ncclCommDeregister", &api->ncclCommDeregister);
   resolve(library, "ncclMemAlloc", &api->ncclMemAlloc);
   resolve(library, "ncclMemFree", &api->ncclMemFree);
   resolve(library, "ncclCommWindowRegister", &api->ncclCommWindowRegister);

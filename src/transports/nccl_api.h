@@ -61,8 +61,6 @@ struct Api {
   Result (*ncclAllGather)(const void* send, void* receive, size_t count, DataType type, Comm comm,
                           nvte_ep_stream_t stream);
   // Newer entry points; null in an NCCL that lacks them.
-  Result (*ncclCommRegister)(const Comm comm, void* buffer, size_t bytes, void** handle);
-  Result (*ncclCommDeregister)(const Comm comm, void* handle);
   Result (*ncclMemAlloc)(void** pointer, size_t bytes);
   Result (*ncclMemFree)(void* pointer);
   Result (*ncclCommWindowRegister)(Comm comm, void* buffer, size_t bytes, Window* window, int flags);

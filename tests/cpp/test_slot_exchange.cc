@@ -167,7 +167,7 @@ TEST(SlotExchange, PartsOfTheTokensAddUp) {
   gather.rows.own = own.data();
   gather.rows.own_stride = scene.row_bytes;
   gather.out = pieces.data();
-  const TokenPart parts[] = {{TokenPart::kOwn, scene.rank, 0, 0},
+  const TokenPart parts[] = {{TokenPart::kOwn, scene.rank, 0, scene.tokens},
                              {TokenPart::kOthers, scene.rank, 0, 13},
                              {TokenPart::kOthers, scene.rank, 13, scene.tokens}};
   for (const TokenPart& part : parts) {

@@ -21,48 +21,112 @@ __device__ __forceinline__ int64_t slot_of(SlotAddress address) {
 
 // ---- rows to slots ----------------------------------------------------------------------------------------
 
-// A warp a slot. Strides and row bytes that 16 does not divide are moved in smaller pieces.
-__global__ void __launch_bounds__(kThreads, 4) gather_rows(const GatherRows g, int out_alignment) {
-  constexpr int kWarps = kThreads / kWarp;
-  constexpr int kDepth = 4;
-  int64_t slots = g.slots;
-  if (g.slot_count.data != nullptr) {
-    const int64_t count = g.slot_count.is_int64 ? *static_cast<const int64_t*>(g.slot_count.data)
-                                                : *static_cast<const int32_t*>(g.slot_count.data);
-    slots = count < slots ? count : slots;
+constexpr int kGatherWarps = kThreads / kWarp;
+// Accesses of a lane that are under way at a time.
+constexpr int kDepth = 4;
+
+// A piece of a row in a warp's registers: 16 bytes a lane, kDepth times. Strides and row bytes that 16 does not divide are moved
+// in smaller pieces.
+struct RowPiece {
+  static constexpr int64_t kBytes = kDepth * kWarp * 16;
+  uint4 v[kDepth];
+
+  // in null: zeros.
+  __device__ __forceinline__ void load(const uint8_t* in, int64_t first, int64_t row_bytes, int alignment) {
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      const int64_t at = first + (d * kWarp + lane_id()) * 16;
+      v[d] = make_uint4(0, 0, 0, 0);
+      if (in != nullptr && at < row_bytes) {
+        v[d] = load16(in + at, alignment, static_cast<int>(row_bytes - at < 16 ? row_bytes - at : 16));
+      }
+    }
   }
-  for (int64_t slot = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id(); slot < slots;
-       slot += static_cast<int64_t>(gridDim.x) * kWarps) {
+  __device__ __forceinline__ void store(uint8_t* out, int64_t first, int64_t row_bytes, int alignment) const {
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      const int64_t at = first + (d * kWarp + lane_id()) * 16;
+      if (at < row_bytes) {
+        store16(out + at, v[d], alignment, static_cast<int>(row_bytes - at < 16 ? row_bytes - at : 16));
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ int alignment_with(const uint8_t* in, int out_alignment) {
+  const int alignment = (reinterpret_cast<uint64_t>(in) & 15) == 0 ? 16 : 1;
+  return alignment < out_alignment ? alignment : out_alignment;
+}
+
+__device__ __forceinline__ int64_t slots_in_use(const GatherRows& g) {
+  if (g.slot_count.data == nullptr) return g.slots;
+  const int64_t count = g.slot_count.is_int64 ? *static_cast<const int64_t*>(g.slot_count.data)
+                                              : *static_cast<const int32_t*>(g.slot_count.data);
+  return count < g.slots ? count : g.slots;
+}
+
+// A warp a slot, for warps that are numbered from first. rows: only padding where they come otherwise.
+__device__ __forceinline__ void gather_by_slot(const GatherRows& g, int out_alignment, int64_t first,
+                                               int64_t warps, bool only_padding) {
+  const int64_t slots = slots_in_use(g);
+  for (int64_t slot = first; slot < slots; slot += warps) {
     const int64_t source = g.slot_source != nullptr ? g.slot_source[slot] : slot;
     const int64_t rank = source >> 32;
     const int64_t token = source & 0xFFFFFFFF;
-    if (!g.part.has(source < 0 ? g.part.own_rank : rank, token)) continue;
+    if (source < 0 ? g.part.which == TokenPart::kOthers : !g.part.has(rank, token)) continue;
     if (g.out_weights != nullptr && lane_id() == 0) {
       g.out_weights[slot] = source < 0 ? 0.0f : g.weights.floats(rank, token)[g.slot_k[slot]];
     }
-    if (g.out == nullptr) continue;
+    if (g.out == nullptr || (only_padding && source >= 0)) continue;
     uint8_t* out = static_cast<uint8_t*>(g.out) + slot * g.out_stride;
     const uint8_t* in = source < 0 ? nullptr : g.rows.row(rank, token);
-    const int in_alignment = in == nullptr ? 16 : ((reinterpret_cast<uint64_t>(in) & 15) == 0 ? 16 : 1);
-    const int alignment = in_alignment < out_alignment ? in_alignment : out_alignment;
-    const int64_t chunks = (g.row_bytes + 15) / 16;
-    for (int64_t c = lane_id(); c < chunks; c += kDepth * kWarp) {
-      uint4 v[kDepth];
-#pragma unroll
-      for (int d = 0; d < kDepth; ++d) {
-        const int64_t at = (c + d * kWarp) * 16;
-        v[d] = make_uint4(0, 0, 0, 0);
-        if (in != nullptr && at < g.row_bytes) {
-          v[d] = load16(in + at, alignment, static_cast<int>(g.row_bytes - at < 16 ? g.row_bytes - at : 16));
-        }
-      }
-#pragma unroll
-      for (int d = 0; d < kDepth; ++d) {
-        const int64_t at = (c + d * kWarp) * 16;
-        if (at < g.row_bytes) {
-          store16(out + at, v[d], alignment, static_cast<int>(g.row_bytes - at < 16 ? g.row_bytes - at : 16));
-        }
-      }
+    const int alignment = alignment_with(in, out_alignment);
+    for (int64_t at = 0; at < g.row_bytes; at += RowPiece::kBytes) {
+      RowPiece piece;
+      piece.load(in, at, g.row_bytes, alignment);
+      piece.store(out, at, g.row_bytes, alignment);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 4) gather_rows(const GatherRows g, int out_alignment) {
+  gather_by_slot(g, out_alignment, static_cast<int64_t>(blockIdx.x) * kGatherWarps + warp_id(),
+                 static_cast<int64_t>(gridDim.x) * kGatherWarps, false);
+}
+
+// The rows of a part, each piece read once and written to all its slots: a warp a piece. The blocks behind these look at the
+// slots, for padding and weights.
+__global__ void __launch_bounds__(kThreads, 4)
+    spread_rows(const GatherRows g, int out_alignment, int64_t pieces_per_row, int64_t spread_blocks) {
+  if (blockIdx.x >= spread_blocks) {
+    gather_by_slot(g, out_alignment, (blockIdx.x - spread_blocks) * kGatherWarps + warp_id(),
+                   (gridDim.x - spread_blocks) * kGatherWarps, true);
+    return;
+  }
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * kGatherWarps + warp_id();
+  const int64_t row = number / pieces_per_row;
+  const int64_t at = number % pieces_per_row * RowPiece::kBytes;
+  const int64_t rows_of_rank = g.part.end - g.part.begin;
+  const bool own = g.part.which == TokenPart::kOwn;
+  if (row >= (own ? 1 : g.num_ranks - 1) * rows_of_rank) return;
+  int64_t rank = g.part.own_rank;
+  if (!own) {
+    rank = row / rows_of_rank;
+    rank += rank >= g.part.own_rank;
+  }
+  const int64_t i = g.part.begin + row % rows_of_rank;
+  const SlotAddress* slots = g.source_slots + (rank * g.source_rows + i) * g.top_k;
+  const uint8_t* in = g.rows.row(rank, i);
+  const int alignment = alignment_with(in, out_alignment);
+  RowPiece piece;
+  bool loaded = false;
+  for (int32_t k = 0; k < g.top_k; k += kWarp) {
+    const SlotAddress mine = k + lane_id() < g.top_k ? slots[k + lane_id()] : -1;
+    for (unsigned left = __ballot_sync(0xFFFFFFFFu, mine >= 0); left != 0; left &= left - 1) {
+      if (!loaded) piece.load(in, at, g.row_bytes, alignment);
+      loaded = true;
+      const int64_t slot = slot_of(__shfl_sync(0xFFFFFFFFu, mine, __ffs(static_cast<int>(left)) - 1));
+      piece.store(static_cast<uint8_t*>(g.out) + slot * g.out_stride, at, g.row_bytes, alignment);
     }
   }
 }
@@ -337,11 +401,24 @@ Status launch_add(const float* sums, const TensorView& result, const LaunchConte
 }  // namespace
 
 Status launch_gather_rows(const GatherRows& g, const LaunchContext& context) {
+  const auto blocks_of = [](int64_t warps) { return (warps + kGatherWarps - 1) / kGatherWarps; };
+  const int out_alignment = alignment_of(g.out, g.out_stride);
   LaunchShape shape;
-  shape.bounded = true;
-  shape.blocks = (g.slots + kThreads / kWarp - 1) / (kThreads / kWarp);
   shape.threads = kThreads;
-  return launch_kernel<gather_rows>("gather_rows", context, shape, g, alignment_of(g.out, g.out_stride));
+  const bool by_source = g.source_slots != nullptr && g.out != nullptr && g.part.which != TokenPart::kAll;
+  if (!by_source) {
+    shape.bounded = true;
+    shape.blocks = blocks_of(g.slots);
+    return launch_kernel<gather_rows>("gather_rows", context, shape, g, out_alignment);
+  }
+  const int64_t pieces = (g.row_bytes + RowPiece::kBytes - 1) / RowPiece::kBytes;
+  const int64_t ranks = g.part.which == TokenPart::kOwn ? 1 : g.num_ranks - 1;
+  const int64_t spread_blocks = blocks_of(ranks * (g.part.end - g.part.begin) * pieces);
+  const bool looks_at_slots = g.part.which == TokenPart::kOwn || g.out_weights != nullptr;
+  shape.blocks =
+      spread_blocks + (looks_at_slots ? std::min(blocks_of(g.slots), int64_t{context.sms} * 4) : 0);
+  if (shape.blocks == 0) return Status();
+  return launch_kernel<spread_rows>("spread_rows", context, shape, g, out_alignment, pieces, spread_blocks);
 }
 
 Status launch_reduce_rows(const ReduceRows& r, const LaunchContext& context) {
