@@ -219,8 +219,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Shape{"room_for_more", {20, 13}, 32, 12, 3, 160, 29},
                       Shape{"some_dropped", {40, 33}, 32, 12, 3, 64}, Shape{"nothing", {0, 0}, 32, 12, 3, 64},
                       // Enough bytes for several pieces.
-                      Shape{"several_pieces", {301, 540}, 16384, 4, 2, 1000},
-                      Shape{"several_pieces_of_three", {301, 0, 540}, 16384, 3, 1, 700}),
+                      Shape{"several_pieces", {301, 760}, 16384, 4, 2, 1400},
+                      Shape{"several_pieces_of_three", {301, 0, 760}, 16384, 3, 1, 1000}),
     [](const ::testing::TestParamInfo<Shape>& info) { return info.param.name; });
 
 }  // namespace
