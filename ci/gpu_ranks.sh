@@ -8,13 +8,15 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 usage() {
   cat <<'TEXT'
-usage: ci/gpu_ranks.sh [--ranks N] [--parts PART,...] [--transports NAME,...] [--quick] [--out DIR] [--again]
+usage: ci/gpu_ranks.sh [--ranks N] [--parts PART,...] [--transports NAME,...] [--figures NAME,...] [--quick] [--out DIR]
+                       [--again]
   --ranks N      the most ranks of a case of the table, and the ranks of soak and bench
                  (default: the number of GPUs; for the suites at least 4)
   --quick        of the suites: no case of more than N ranks, and not what is the same on every transport; a short soak
   --parts        of build,suites,soak,bench (default: these) and sanitizer
   --transports   of peer_threads,peer_processes,peer_ipc,nccl_ep,nccl (default: all but peer_ipc; one that cannot run is
                  a failure)
+  --figures      of bench: of layer,steps,sms24,backward,tokens,experts,threads (default: these); the last on one GPU
   --out DIR      logs and figures (default: $OUT, else build/gpu_ranks)
   --seconds N    what a call may take (default: 530, nine minutes less the start)
   --again        also what went well already
@@ -24,12 +26,14 @@ TEXT
 }
 
 ranks="" parts=build,suites,soak,bench transports=peer_threads,peer_processes,nccl_ep,nccl again=0 quick=0 seconds=530
+figures=layer,steps,sms24,backward,tokens,experts,threads
 out="${OUT:-$BUILD_DIR/gpu_ranks}"
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --ranks) ranks="$2"; shift ;;
     --parts) parts="$2"; shift ;;
     --transports) transports="$2"; shift ;;
+    --figures) figures="$2"; shift ;;
     --out) out="$2"; shift ;;
     --again) again=1 ;;
     --seconds) seconds="$2"; shift ;;
@@ -41,6 +45,9 @@ while [[ $# -gt 0 ]]; do
 done
 for part in ${parts//,/ }; do
   [[ ,build,suites,soak,bench,sanitizer, == *,"$part",* ]] || die "--parts: unknown '$part'"
+done
+for figure in ${figures//,/ }; do
+  [[ ,layer,steps,sms24,backward,tokens,experts,threads, == *,"$figure",* ]] || die "--figures: unknown '$figure'"
 done
 gpus="$(nvidia-smi --query-gpu=name --format=csv,noheader | grep -c . || true)"
 [[ $gpus -ge 1 ]] || die "there is no GPU"
@@ -85,6 +92,14 @@ step() {
   echo "$how $((SECONDS - begin)) $(grep -v '^ *$' "$out/$name.log" | tail -1 | tr -d '=' | cut -c1-110)" >"$out/$name.result"
   echo "$name: $(cat "$out/$name.result")"
   [[ $code -eq 0 ]] || grep -E '^(FAILED|ERROR|E  )' "$out/$name.log" | sort -u | cut -c1-200 | head -20 || true
+}
+
+# figure NAME ARGUMENTS...: of nvte-ep bench ep.
+figure() {
+  local name="$1"
+  shift
+  step "bench_$name" 110 "${preload[@]}" "$python" -m nvte_ep bench ep --quick "$@" --json "$out/ep_$name.json" \
+    --markdown "$out/ep_$name.md"
 }
 
 for part in ${parts//,/ }; do
@@ -137,8 +152,26 @@ for part in ${parts//,/ }; do
       done
       ;;
     bench)
-      step bench 110 "${preload[@]}" "$python" -m nvte_ep bench ep --quick --ranks "$ranks" --json "$out/ep.json" \
-        --markdown "$out/ep.md"
+      moved="dispatch bf16 ->,packed -> rows,nvfp4 -> operand,combine bf16"
+      peer=(--transports peer --no-nccl-ep --no-host)
+      for figure in ${figures//,/ }; do
+        case "$figure" in
+          layer) figure layer --ranks "$ranks" --tokens 4096 ;;
+          steps) figure steps --ranks "$ranks" --tokens 128 --alignment 16 ;;
+          sms24) figure sms24 --ranks "$ranks" --tokens 4096 --num-sms 24 --no-host --only "$moved" ;;
+          backward)
+            figure backward --ranks "$ranks" --tokens 4096 "${peer[@]}" --only "backward,packed -> operand,combine mxfp8"
+            ;;
+          tokens) figure tokens --ranks "$ranks" --tokens 1024,2048,4096,8192 "${peer[@]}" --only "prepare,$moved" ;;
+          experts) figure experts --ranks "$ranks" --experts 64,256 "${peer[@]}" --only "prepare,$moved" ;;
+          threads)
+            for number in 2 4 8; do  # on one GPU
+              CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" figure "threads_$number" --ranks "$number" --threads \
+                --tokens 1024 --no-host --only "prepare,$moved"
+            done
+            ;;
+        esac
+      done
       ;;
   esac
 done
