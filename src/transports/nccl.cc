@@ -53,9 +53,7 @@ class NcclExchange : public DeviceExchange {
   }
 
   Status gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) override {
-    NVTE_EP_TRY(ranks_.watch().begin(stream));
-    NVTE_EP_TRY(ranks_.gather(mine, all, bytes, stream));
-    return ranks_.watch().end(stream);
+    return ranks_.watch().step(stream, [&] { return ranks_.gather(mine, all, bytes, stream); });
   }
 
   int32_t pieces(int64_t bytes) const override {
@@ -77,9 +75,7 @@ class NcclExchange : public DeviceExchange {
       NVTE_EP_TRY(backend_->set_mark(ready_, stream));
       NVTE_EP_TRY(backend_->wait_mark(ready_, on));
     }
-    NVTE_EP_TRY(ranks_.watch().begin(on));
-    NVTE_EP_TRY(send_and_receive(travels, on));
-    NVTE_EP_TRY(ranks_.watch().end(on));
+    NVTE_EP_TRY(ranks_.watch().step(on, [&] { return send_and_receive(travels, on); }));
     return mine.aside ? backend_->set_mark(mine.arrived, on) : Status();
   }
   Status await(int32_t piece, nvte_ep_stream_t stream) override {
@@ -118,37 +114,37 @@ class NcclExchange : public DeviceExchange {
 
   Status send_and_receive(const std::vector<Travel>& travels, nvte_ep_stream_t stream) {
     const nccl::Api& api = ranks_.api();
-    const nccl::Comm comm = ranks_.comm();
-    return backend_->with_device([&]() -> Status {
+    return ranks_.use([&](nccl::Comm comm) -> Status {
       NVTE_EP_TRY(check(api, api.ncclGroupStart(), "ncclGroupStart", comm));
       Status status;
       for (const Travel& t : travels) {
-        if (status.ok()) status = t.listed != nullptr ? enqueue_listed(t, stream) : enqueue(t, stream);
+        if (status.ok())
+          status = t.listed != nullptr ? enqueue_listed(t, comm, stream) : enqueue(t, comm, stream);
       }
       const Status ended = check(api, api.ncclGroupEnd(), "ncclGroupEnd", comm);
       return status.ok() ? ended : status;
     });
   }
 
-  Status enqueue(const Travel& t, nvte_ep_stream_t stream) {
+  Status enqueue(const Travel& t, nccl::Comm comm, nvte_ep_stream_t stream) {
     const int64_t bytes = (t.end - t.begin) * t.item_bytes;
     const uint8_t* items = static_cast<const uint8_t*>(t.items) + t.begin * t.item_bytes;
     uint8_t* inbox = inbox_.as<uint8_t>() + t.inbox_at + t.begin * t.item_bytes;
     for (int32_t r = 0; r < ranks_.size(); ++r) {
       if (r == ranks_.rank()) continue;
       const int64_t block = r * t.tokens * t.item_bytes;
-      NVTE_EP_TRY(swap(r, items + (t.to_each ? block : 0), bytes, inbox + block, bytes, stream));
+      NVTE_EP_TRY(swap(r, items + (t.to_each ? block : 0), bytes, inbox + block, bytes, comm, stream));
     }
     return Status();
   }
 
-  Status enqueue_listed(const Travel& t, nvte_ep_stream_t stream) {
+  Status enqueue_listed(const Travel& t, nccl::Comm comm, nvte_ep_stream_t stream) {
     const uint8_t* items = static_cast<const uint8_t*>(t.items);
     uint8_t* inbox = inbox_.as<uint8_t>() + t.inbox_at;
     for (int32_t r = 0; r < ranks_.size(); ++r) {
       const int64_t out = t.listed->send[static_cast<size_t>(r)] * t.item_bytes;
       const int64_t in = t.listed->receive[static_cast<size_t>(r)] * t.item_bytes;
-      NVTE_EP_TRY(swap(r, items, out, inbox, in, stream));
+      NVTE_EP_TRY(swap(r, items, out, inbox, in, comm, stream));
       items += out;
       inbox += in;
     }
@@ -156,10 +152,9 @@ class NcclExchange : public DeviceExchange {
   }
 
   // Bytes to a rank, and bytes from it.
-  Status swap(int32_t peer, const void* out, int64_t out_bytes, void* in, int64_t in_bytes,
+  Status swap(int32_t peer, const void* out, int64_t out_bytes, void* in, int64_t in_bytes, nccl::Comm comm,
               nvte_ep_stream_t stream) {
     const nccl::Api& api = ranks_.api();
-    const nccl::Comm comm = ranks_.comm();
     if (out_bytes > 0) {
       NVTE_EP_TRY(check(api,
                         api.ncclSend(out, static_cast<size_t>(out_bytes), nccl::kUint8, peer, comm, stream),
@@ -183,12 +178,34 @@ class NcclExchange : public DeviceExchange {
 
 NcclCommunicator::~NcclCommunicator() {
   // Its groups are gone.
-  if (lost_peer_) abandon();
-  if (const nccl::Comm mine = comm_.exchange(nullptr)) (void)api_.ncclCommDestroy(mine);
+  for (std::atomic<nccl::Comm>* comm : {&apart_, &comm_}) {
+    if (lost_peer_) abort_comm(comm);
+    if (const nccl::Comm mine = comm->exchange(nullptr)) (void)api_.ncclCommDestroy(mine);
+  }
 }
 
-void NcclCommunicator::abandon() {
-  if (const nccl::Comm mine = comm_.exchange(nullptr)) (void)api_.ncclCommAbort(mine);
+Status NcclCommunicator::check_usable() const {
+  return comm_ != nullptr && !ended_ ? Status() : bad_state("comm: it was ended because a peer did not come");
+}
+
+Status NcclCommunicator::meet_apart(Backend* backend) {
+  if (apart_ != nullptr || size() == 1) return Status();
+  nccl::Comm fresh = nullptr;
+  NVTE_EP_TRY(backend->with_device([&] {
+    return check(api_, api_.ncclCommSplit(comm_, 0, rank(), &fresh, nullptr), "ncclCommSplit", comm_);
+  }));
+  apart_ = fresh;
+  return Status();
+}
+
+void NcclCommunicator::end_meetings() {
+  ended_ = true;
+  lost_peer_ = true;
+  abort_comm(apart_ != nullptr ? &apart_ : &comm_);
+}
+
+void NcclCommunicator::abort_comm(std::atomic<nccl::Comm>* comm) {
+  if (const nccl::Comm mine = comm->exchange(nullptr)) (void)api_.ncclCommAbort(mine);
 }
 
 Status make_nccl_id(uint8_t* unique_id) {
@@ -257,7 +274,7 @@ Status probe_nccl(const Communicator& comm, const GroupSettings& settings) {
 Status create_nccl(Communicator* comm, const GroupSettings& settings, Backend* backend,
                    std::unique_ptr<GroupTransport>* group) {
   NcclCommunicator& base = *static_cast<NcclCommunicator*>(comm);
-  if (base.comm() == nullptr) return bad_state("comm: it was ended because a peer did not come");
+  NVTE_EP_TRY(base.check_usable());
   auto exchange = std::make_unique<NcclExchange>(base.api(), settings, backend, comm->rank(), comm->size());
   NVTE_EP_TRY(exchange->open(&base));
   *group = make_device_group("nccl", settings, backend, comm->rank(), comm->size(), std::move(exchange));
