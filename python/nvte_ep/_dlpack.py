@@ -101,11 +101,11 @@ def view(
     function: str,
     name: str,
     array: Any,
-    *,
     stream: int = 0,
     writable: bool = False,
     as_bytes: bool = False,
     uint16_is: str | None = None,
+    *,
     lasting: bool = False,
 ) -> View:
     """Borrows an array for one argument of one function, ordered before `stream` where it lies on a device.
