@@ -182,6 +182,8 @@ class DeviceHandle : public HandleTransport {
     }
     gather.part.which = TokenPart::kOwn;  // they have no way to go
     gather.part.end = tokens_;
+    const char* const spare = std::getenv("NVTE_EP_TRY_SPARE");  // EXPERIMENT
+    gather.spare_sms = pieces > 0 ? (spare != nullptr ? std::atoi(spare) : 32) : 0;
     gather.top_k = settings_.top_k;
     gather.source_slots = plan_.own_partials;
     NVTE_EP_TRY(member_->backend->gather_rows(gather, stream));
