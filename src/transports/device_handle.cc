@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -277,8 +276,7 @@ class DeviceHandle : public HandleTransport {
   // Of two pieces the one during which this rank has least to do is short: the last on the way to slots, for then there is
   // little left to do, and the first on the way back, which waits for its sums.
   static void cut(Travel* t, int32_t piece, int32_t pieces) {
-    const char* const percent = std::getenv("NVTE_EP_TRY_SHORT");  // EXPERIMENT
-    const int64_t few = t->tokens * (percent ? std::atoi(percent) : 20) / 100;
+    const int64_t few = t->tokens / 5;
     const int64_t first = pieces == 1 ? t->tokens : t->to_each ? few : t->tokens - few;
     t->begin = piece == 0 ? 0 : first;
     t->end = piece == 0 ? first : t->tokens;

@@ -1,7 +1,6 @@
 #include "transports/nccl.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -60,8 +59,6 @@ class NcclExchange : public DeviceExchange {
 
   int32_t pieces(int64_t bytes) const override {
     if (ranks_.size() == 1) return 0;
-    const char* const forced = std::getenv("NVTE_EP_TRY_PIECES");
-    if (forced != nullptr && bytes > kSideStreamBytes) return std::atoi(forced);
     return bytes < kTwoPiecesBytes ? 1 : kMaxPieces;
   }
 
