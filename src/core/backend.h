@@ -164,7 +164,6 @@ struct GatherRows {
   int64_t source_rows;
   int32_t top_k;
   int32_t num_ranks;
-  int32_t spare_sms;  // multiprocessors that are left to an exchange which runs beside
 };
 
 // A token's slots on every rank, summed: result[t] = sum over k of weight * row, FP32, in order of k, rounded once.

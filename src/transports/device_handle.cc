@@ -181,8 +181,6 @@ class DeviceHandle : public HandleTransport {
     }
     gather.part.which = TokenPart::kOwn;  // they have no way to go
     gather.part.end = tokens_;
-    const char* const spare = std::getenv("NVTE_EP_TRY_SPARE");  // EXPERIMENT
-    gather.spare_sms = pieces > 0 ? (spare != nullptr ? std::atoi(spare) : 32) : 0;
     gather.top_k = settings_.top_k;
     gather.source_slots = plan_.own_partials;
     NVTE_EP_TRY(member_->backend->gather_rows(gather, stream));
@@ -190,12 +188,11 @@ class DeviceHandle : public HandleTransport {
     const bool listed = rows.listed != nullptr;
     gather.source_slots = plan_.partials;
     gather.source_rows = listed ? 0 : rows.tokens;
-    gather.num_ranks =
-        listed ? 2 : member_->size;  // listed rows are counted through, as if one rank had sent them
+    gather.num_ranks = listed ? 2 : member_->size;  // counted through, as if one other rank had sent them
     for (int32_t p = 0; p < pieces; ++p) {
       cut(&rows, p, pieces);
       gather.part.begin = rows.begin;
-      gather.part.end = rows.listed != nullptr ? plan_.rows.received() : rows.end;
+      gather.part.end = listed ? plan_.rows.received() : rows.end;
       NVTE_EP_TRY(exchange_->await(p, stream));
       NVTE_EP_TRY(member_->backend->gather_rows(gather, stream));
     }

@@ -80,7 +80,6 @@ class NcclExchange : public DeviceExchange {
     NVTE_EP_TRY(backend_->set_mark(mine.arrived, on));
     // What comes next on the caller's stream would take all multiprocessors, and NCCL's kernel needs whole ones: it goes first.
     // A second piece starts when the first has come, for which nobody waits here.
-    if (std::getenv("NVTE_EP_TRY_NOSTART") != nullptr) return Status();  // EXPERIMENT
     return piece == 0 ? backend_->wait_mark(starts_, stream) : Status();
   }
   Status await(int32_t piece, nvte_ep_stream_t stream) override {

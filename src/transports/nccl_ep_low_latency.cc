@@ -12,6 +12,7 @@ namespace {
 
 // Up to here it has been seen to be faster than high-throughput mode; above, its memory gets large.
 constexpr int64_t kMaxTokens = 128;
+constexpr bool kWantedByDefault = false;
 // What its kernels are made for.
 constexpr int64_t kHiddenMultiple = 512;
 constexpr int64_t kMaxHidden = 8192;
@@ -24,7 +25,7 @@ constexpr int64_t kFewestSms = 64;  // of the devices that it is made for
 
 bool low_latency_wanted() {
   const char* value = std::getenv("NVTE_EP_NCCL_EP_LOW_LATENCY");
-  return value == nullptr || value[0] != '0';
+  return value != nullptr && value[0] != '\0' ? value[0] != '0' : kWantedByDefault;
 }
 
 bool low_latency_fits(const GroupSettings& settings, int32_t size) {

@@ -11,7 +11,7 @@
 
 namespace nvte_ep {
 
-// Whether groups that fit work in this mode: unless the environment variable NVTE_EP_NCCL_EP_LOW_LATENCY begins with 0.
+// Whether groups that fit work in this mode: the environment variable NVTE_EP_NCCL_EP_LOW_LATENCY, 0 or 1.
 bool low_latency_wanted();
 // Whether a group of these settings does.
 bool low_latency_fits(const GroupSettings& settings, int32_t size);

@@ -94,41 +94,41 @@ __global__ void __launch_bounds__(kThreads, 4) gather_rows(const GatherRows g, i
                  static_cast<int64_t>(gridDim.x) * kGatherWarps, false);
 }
 
-// The rows of a part, each piece read once and written to all its slots: a warp a piece. Then the slots, for padding and weights.
-// A block fills a multiprocessor, so that as many as a grid leaves free are free for a kernel of an exchange, which needs them whole.
-constexpr int kSpreadThreads = 1024;
-__global__ void __launch_bounds__(kSpreadThreads, 1)
-    spread_rows(const GatherRows g, int out_alignment, int64_t pieces_per_row, int64_t pieces) {
-  constexpr int kWarps = kSpreadThreads / kWarp;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * kWarps;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id();
+// The rows of a part, each piece read once and written to all its slots: a warp a piece. The blocks behind these look at the
+// slots, for padding and weights.
+__global__ void __launch_bounds__(kThreads, 4)
+    spread_rows(const GatherRows g, int out_alignment, int64_t pieces_per_row, int64_t spread_blocks) {
+  if (blockIdx.x >= spread_blocks) {
+    gather_by_slot(g, out_alignment, (blockIdx.x - spread_blocks) * kGatherWarps + warp_id(),
+                   (gridDim.x - spread_blocks) * kGatherWarps, true);
+    return;
+  }
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * kGatherWarps + warp_id();
+  const int64_t row = number / pieces_per_row;
+  const int64_t at = number % pieces_per_row * RowPiece::kBytes;
   const int64_t rows_of_rank = g.part.end - g.part.begin;
-  for (int64_t number = first; number < pieces; number += warps) {
-    const int64_t row = number / pieces_per_row;
-    const int64_t at = number % pieces_per_row * RowPiece::kBytes;
-    int64_t rank = g.part.own_rank;
-    if (g.part.which == TokenPart::kOthers) {
-      rank = row / rows_of_rank;
-      rank += rank >= g.part.own_rank;
-    }
-    const int64_t i = g.part.begin + row % rows_of_rank;
-    const SlotAddress* slots = g.source_slots + (rank * g.source_rows + i) * g.top_k;
-    const uint8_t* in = g.rows.row(rank, i);
-    const int alignment = alignment_with(in, out_alignment);
-    RowPiece piece;
-    bool loaded = false;
-    for (int32_t k = 0; k < g.top_k; k += kWarp) {
-      const SlotAddress mine = k + lane_id() < g.top_k ? slots[k + lane_id()] : -1;
-      for (unsigned left = __ballot_sync(0xFFFFFFFFu, mine >= 0); left != 0; left &= left - 1) {
-        if (!loaded) piece.load(in, at, g.row_bytes, alignment);
-        loaded = true;
-        const int64_t slot = slot_of(__shfl_sync(0xFFFFFFFFu, mine, __ffs(static_cast<int>(left)) - 1));
-        piece.store(static_cast<uint8_t*>(g.out) + slot * g.out_stride, at, g.row_bytes, alignment);
-      }
+  const bool own = g.part.which == TokenPart::kOwn;
+  if (row >= (own ? 1 : g.num_ranks - 1) * rows_of_rank) return;
+  int64_t rank = g.part.own_rank;
+  if (!own) {
+    rank = row / rows_of_rank;
+    rank += rank >= g.part.own_rank;
+  }
+  const int64_t i = g.part.begin + row % rows_of_rank;
+  const SlotAddress* slots = g.source_slots + (rank * g.source_rows + i) * g.top_k;
+  const uint8_t* in = g.rows.row(rank, i);
+  const int alignment = alignment_with(in, out_alignment);
+  RowPiece piece;
+  bool loaded = false;
+  for (int32_t k = 0; k < g.top_k; k += kWarp) {
+    const SlotAddress mine = k + lane_id() < g.top_k ? slots[k + lane_id()] : -1;
+    for (unsigned left = __ballot_sync(0xFFFFFFFFu, mine >= 0); left != 0; left &= left - 1) {
+      if (!loaded) piece.load(in, at, g.row_bytes, alignment);
+      loaded = true;
+      const int64_t slot = slot_of(__shfl_sync(0xFFFFFFFFu, mine, __ffs(static_cast<int>(left)) - 1));
+      piece.store(static_cast<uint8_t*>(g.out) + slot * g.out_stride, at, g.row_bytes, alignment);
     }
   }
-  if (g.part.which == TokenPart::kOthers && g.out_weights == nullptr) return;
-  gather_by_slot(g, out_alignment, first, warps, true);
 }
 
 // ---- slots to tokens --------------------------------------------------------------------------------------
@@ -411,13 +411,14 @@ Status launch_gather_rows(const GatherRows& g, const LaunchContext& context) {
     shape.blocks = blocks_of(g.slots);
     return launch_kernel<gather_rows>("gather_rows", context, shape, g, out_alignment);
   }
-  const int64_t per_row = (g.row_bytes + RowPiece::kBytes - 1) / RowPiece::kBytes;
+  const int64_t pieces = (g.row_bytes + RowPiece::kBytes - 1) / RowPiece::kBytes;
   const int64_t ranks = g.part.which == TokenPart::kOwn ? 1 : g.num_ranks - 1;
-  const int64_t pieces = ranks * (g.part.end - g.part.begin) * per_row;
-  shape.threads = kSpreadThreads;
-  const int64_t most = std::max<int64_t>(1, context.sms - g.spare_sms);
-  shape.blocks = std::min(most, std::max(pieces, g.slots) / (kSpreadThreads / kWarp) + 1);
-  return launch_kernel<spread_rows>("spread_rows", context, shape, g, out_alignment, per_row, pieces);
+  const int64_t spread_blocks = blocks_of(ranks * (g.part.end - g.part.begin) * pieces);
+  const bool looks_at_slots = g.part.which == TokenPart::kOwn || g.out_weights != nullptr;
+  shape.blocks =
+      spread_blocks + (looks_at_slots ? std::min(blocks_of(g.slots), int64_t{context.sms} * 4) : 0);
+  if (shape.blocks == 0) return Status();
+  return launch_kernel<spread_rows>("spread_rows", context, shape, g, out_alignment, pieces, spread_blocks);
 }
 
 Status launch_reduce_rows(const ReduceRows& r, const LaunchContext& context) {
