@@ -1,43 +1,62 @@
 // A warp sums a stretch of columns of one token: its slots on this rank in FP32, in order of the choices. For another rank's
 // token the sum is rounded to a partial row; for an own one the partial rows of the peers are added, ranks in order.
+//
+// A warp's sources (slots, and partial rows of peers) come through a ring of stages in shared memory, and it is always ahead in
+// asking for them, from one row to the next: what a multiprocessor has on its way is what it moves in the end, all the more where
+// there are few of them, or where the rows lie behind a link.
 #include "transports/peer/combine.h"
 
+#include <cstdlib>
+
+#include "device/bulk_copy.cuh"
 #include "device/elements.cuh"
 #include "device/kernel_order.cuh"
 #include "device/memory.cuh"
 #include "device/warp.cuh"
+#include "transports/peer/meeting.cuh"
 
 namespace nvte_ep {
 namespace {
 
 using namespace nvte_ep::device;  // NOLINT
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kSlotsInFlight = 4;
-constexpr int kRanksInFlight = 4;  // peers whose rows are on their way
-constexpr int kLongStretch = 8;    // chunks that a lane sums, one after the other, where there are many
-constexpr int kStagedSlots = 8;    // that can be on their way through shared memory
-constexpr int kStageBytes = kStagedSlots * kWarp * 16;  // of a warp
+constexpr int kStages = 4;
+constexpr int kMostStaged = 16;  // sources of a token that go through shared memory; more, or unaligned ones, do not
+constexpr int kLongStretch = 8;  // steps of an item, where there are many
+constexpr int kSlotsInFlight = 4;  // that do not go through shared memory
+
+// A step: the chunks of 16 bytes that a warp sums at a time.
+#ifndef NVTE_X_LANE
+#define NVTE_X_LANE 1
+#endif
+constexpr int kLaneChunks = NVTE_X_LANE;
+constexpr int kStepChunks = kWarp * kLaneChunks;
+constexpr int kSourceBytes = kStepChunks * 16;  // of a step
 
 __host__ __device__ constexpr int elements_per_chunk(int token_bytes) { return 16 / token_bytes; }
-// Codes | scales of the pass's columns.
-__host__ __device__ constexpr int64_t mxfp8_partial_bytes(int64_t elements) {
-  return (elements + elements / Mxfp8::kBlock + 15) / 16 * 16;
+// A step of a partial row in MXFP8: codes | scales.
+__host__ __device__ constexpr int mxfp8_step_bytes(int elements_per_chunk) {
+  return kStepChunks * elements_per_chunk +
+         (kStepChunks * elements_per_chunk / Mxfp8::kBlock + 15) / 16 * 16;
 }
 
 struct Work {
   CombineArguments c;
   int64_t partial_bytes;
-  int32_t stretch;    // chunks that a lane sums
-  int32_t stretches;  // of a token
+  int32_t steps;      // of an item
+  int32_t stretches;  // items of a row
   int64_t items;
-  __host__ __device__ int64_t blocks() const { return (items + kWarps - 1) / kWarps; }
+  int32_t staged;  // most sources of a token, that go through shared memory; 0: they do not
+  int32_t stages;
   int slot_alignment, result_alignment;
+  __host__ __device__ int stage_bytes() const { return staged * kSourceBytes; }
 };
 
-__device__ __forceinline__ uint4 load_slot(const uint8_t* from, int alignment) {
-  return alignment >= 16 ? __ldcs(reinterpret_cast<const uint4*>(from)) : load16(from, alignment);
+// This rank's partial rows lie in a holder's outbox as those of another rank do in this one's.
+__device__ __forceinline__ int32_t place_among_others(int32_t rank, int32_t holder) {
+  return rank < holder ? rank : rank - 1;
 }
 
 // Up to 32 choices of a token, one a lane: the slot here or -1, and its weight.
@@ -52,6 +71,192 @@ __device__ __forceinline__ Choice choice_of(const CombineArguments& c, const int
   return mine;
 }
 
+template <typename Token>
+__device__ __forceinline__ void add(const Elements<Token>& e, Elements<Token>* sum) {
+#pragma unroll
+  for (int j = 0; j < Elements<Token>::kCount; ++j) sum->x[j] = add_rn(sum->x[j], e.x[j]);
+}
+template <typename Token>
+__device__ __forceinline__ void add_weighted(Elements<Token> e, float weight, Elements<Token>* sum) {
+#pragma unroll
+  for (int j = 0; j < Elements<Token>::kCount; ++j) e.x[j] = mul_rn(weight, e.x[j]);
+  add(e, sum);
+}
+
+// ---- items ------------------------------------------------------------------------------------------------------------
+
+// Some steps of a row: of an own token's, or of the partial row of another rank's.
+struct Item {
+  bool is_sum;
+  int32_t other;  // of a partial row: the rank, among the others
+  int32_t token;
+  int32_t first_step, steps;  // no steps: the token has no slot here
+  // Sources: slots in order of the choices, one a lane, then partial rows, ranks in order.
+  const uint8_t* source;  // the lane's, at first_step
+  float weight;           // the lane's
+  int32_t slots, sources;
+  int32_t before;  // partial rows of ranks before this one
+};
+
+__device__ __forceinline__ const int32_t* slots_of(const RouteMaps& m, int32_t rank, int64_t token) {
+  return m.row_slots + (static_cast<int64_t>(rank) * m.tokens + token) * m.top_k;
+}
+
+template <typename Token, bool kMxfp8>
+constexpr int kPartialStepBytes = kMxfp8 ? mxfp8_step_bytes(Elements<Token>::kCount) : kSourceBytes;
+
+template <typename Token, bool kMxfp8>
+__device__ __forceinline__ const uint8_t* partial_row(const Work& w, uint32_t now, int32_t holder,
+                                                      int64_t token) {
+  const RouteMaps& m = w.c.maps;
+  const int64_t place = static_cast<int64_t>(place_among_others(m.rank, holder)) * m.tokens + token;
+  return w.c.pools.to_read<uint8_t>(w.c.outbox, holder, now) + place * w.partial_bytes;
+}
+
+__device__ __forceinline__ uint32_t divide(int64_t a, uint32_t b) {
+  return static_cast<uint32_t>(a >> 32 == 0 ? static_cast<uint32_t>(a) / b : a / b);
+}
+
+// Every lane calls, and gets the same but source and weight.
+template <typename Token, bool kMxfp8>
+__device__ __forceinline__ Item open_item(const Work& w, bool is_sum, uint32_t now, int64_t index) {
+  const CombineArguments& c = w.c;
+  const RouteMaps& m = c.maps;
+  Item item;
+  item.is_sum = is_sum;
+  const uint32_t stretches = static_cast<uint32_t>(w.stretches);
+  const uint32_t row = divide(index, stretches);
+  const int32_t stretch = static_cast<int32_t>(index - static_cast<int64_t>(row) * stretches);
+  const uint32_t others = static_cast<uint32_t>(m.size - 1);
+  item.token = static_cast<int32_t>(is_sum ? row : row / others);
+  item.other = static_cast<int32_t>(is_sum ? 0 : row % others);
+  item.first_step = stretch * w.steps;
+  item.steps = min(w.steps, (c.chunks + kStepChunks - 1) / kStepChunks - item.first_step);
+  const int32_t rank = is_sum ? m.rank : (item.other < m.rank ? item.other : item.other + 1);
+  const int32_t* slots = slots_of(m, rank, item.token);
+  item.source = nullptr;
+  item.weight = 1.0f;
+  item.slots = item.sources = item.before = 0;
+  if (w.staged == 0) {
+    bool any = is_sum;
+    for (int k = 0; k < m.top_k && !any; k += kWarp) {
+      any = __ballot_sync(kAllLanes, k + lane_id() < m.top_k && slots[k + lane_id()] >= 0) != 0;
+    }
+    if (!any) item.steps = 0;
+    return item;
+  }
+  const int32_t mine = lane_id() < m.top_k ? slots[lane_id()] : -1;
+  const int64_t column = (c.first_chunk + static_cast<int64_t>(item.first_step) * kStepChunks) * 16;
+  for (unsigned left = __ballot_sync(kAllLanes, mine >= 0); left != 0; left &= left - 1) {
+    const int32_t slot = __shfl_sync(kAllLanes, mine, __ffs(static_cast<int>(left)) - 1);
+    if (lane_id() == item.slots) {
+      item.source = c.slots + slot * c.slot_stride + column;
+      if (c.slot_weights != nullptr) item.weight = c.slot_weights[slot];
+    }
+    ++item.slots;
+  }
+  item.sources = item.slots;
+  if (!is_sum) {
+    if (item.slots == 0) item.steps = 0;
+    return item;
+  }
+  if (m.size == 1) return item;
+  for (int word = 0; word < m.holder_words(); ++word) {
+    uint32_t left = m.holders[static_cast<int64_t>(item.token) * m.holder_words() + word];
+    for (; left != 0; left &= left - 1) {
+      const int32_t holder = word * 32 + __ffs(static_cast<int>(left)) - 1;
+      if (holder == m.rank) continue;
+      if (lane_id() == item.sources) {
+        item.source = partial_row<Token, kMxfp8>(w, now, holder, item.token) +
+                      static_cast<int64_t>(item.first_step) * kPartialStepBytes<Token, kMxfp8>;
+      }
+      item.before += holder < m.rank;
+      ++item.sources;
+    }
+  }
+  return item;
+}
+
+__device__ __forceinline__ int live_chunks(const Work& w, const Item& item, int step) {
+  return min(kStepChunks, w.c.chunks - (item.first_step + step) * kStepChunks);
+}
+
+// ---- a step through shared memory ---------------------------------------------------------------------------------------
+
+// kBulk: a lane starts the copy of its own source; else all lanes copy each.
+template <typename Token, bool kMxfp8, bool kBulk>
+__device__ __forceinline__ void fetch_step(const Work& w, const Item& item, int step, uint32_t stage,
+                                           uint32_t barrier) {
+  constexpr int kPartialStep = kPartialStepBytes<Token, kMxfp8>;
+  const int bytes = live_chunks(w, item, step) * 16;
+  const int partial_bytes = kMxfp8 ? kPartialStep : bytes;
+  const bool is_slot = lane_id() < item.slots;
+  const uint8_t* from = item.source + static_cast<int64_t>(step) * (is_slot ? kSourceBytes : kPartialStep);
+  if constexpr (kBulk) {
+    if (lane_id() == 0)
+      expect_bytes(barrier, item.slots * bytes + (item.sources - item.slots) * partial_bytes);
+    if (lane_id() < item.sources)
+      copy_bulk(stage + lane_id() * kSourceBytes, from, is_slot ? bytes : partial_bytes, barrier);
+  } else {
+    const uint64_t address = reinterpret_cast<uint64_t>(from);
+#pragma unroll 8
+    for (int s = 0; s < item.sources; ++s) {
+      const uint64_t base = __shfl_sync(kAllLanes, address, s);
+      const int live = s < item.slots ? bytes : partial_bytes;
+#pragma unroll
+      for (int i = 0; i < kLaneChunks; ++i) {
+        const int at = (i * kWarp + lane_id()) * 16;
+        if (at < live) copy_async16(stage + s * kSourceBytes + at, reinterpret_cast<const void*>(base + at));
+      }
+    }
+    arrive_when_copied(barrier);
+  }
+}
+
+template <typename Token>
+__device__ __forceinline__ Elements<Token> staged_chunk(const uint8_t* from) {
+  Elements<Token> e;
+  e.unpack(*reinterpret_cast<const uint4*>(from));
+  return e;
+}
+
+// Sums of the lane's chunk i of a step.
+template <typename Token>
+__device__ __forceinline__ Elements<Token> sum_staged_slots(const Work& w, const Item& item,
+                                                            const uint8_t* stage, int chunk) {
+  Elements<Token> sum;
+  clear(&sum);
+  const uint8_t* from = stage + chunk * 16;
+  if (w.c.slot_weights != nullptr) {
+#pragma unroll 4
+    for (int s = 0; s < item.slots; ++s) {
+      const float weight = __shfl_sync(kAllLanes, item.weight, s);
+      add_weighted(staged_chunk<Token>(from + s * kSourceBytes), weight, &sum);
+    }
+  } else {
+#pragma unroll 8
+    for (int s = 0; s < item.slots; ++s) add(staged_chunk<Token>(from + s * kSourceBytes), &sum);
+  }
+  return sum;
+}
+
+template <typename Token, bool kMxfp8>
+__device__ __forceinline__ Elements<Token> partial_chunk(const uint8_t* step, int chunk) {
+  if constexpr (kMxfp8) {
+    constexpr int kCount = Elements<Token>::kCount;
+    Mxfp8Elements<Token> e;
+    const uint8_t* from = step + chunk * kCount;
+#pragma unroll
+    for (int i = 0; i < e.kWords; ++i) e.word[i] = reinterpret_cast<const uint32_t*>(from)[i];
+    e.scale = step[kStepChunks * kCount + chunk * kCount / Mxfp8::kBlock];
+    return e.decode();
+  } else {
+    return staged_chunk<Token>(step + chunk * 16);
+  }
+}
+
+// ---- a step from where the sources lie: many choices, or slots that are not aligned to 16 -----------------------------------
+
 // sum += weight * slot over the choices of a group of 32, in order. at: byte of the lane's chunk; every lane calls.
 template <typename Token>
 __device__ __forceinline__ void add_slots(const Work& w, const Choice& mine, int64_t at, bool live,
@@ -65,7 +270,7 @@ __device__ __forceinline__ void add_slots(const Work& w, const Choice& mine, int
       if (fetched == 0) break;
       const int32_t slot = __shfl_sync(kAllLanes, mine.slot, __ffs(static_cast<int>(fetched)) - 1);
       fetched &= fetched - 1;
-      if (live) bytes[i] = load_slot(w.c.slots + slot * w.c.slot_stride + at, w.slot_alignment);
+      if (live) bytes[i] = load16(w.c.slots + slot * w.c.slot_stride + at, w.slot_alignment);
     }
 #pragma unroll
     for (int i = 0; i < kSlotsInFlight; ++i) {
@@ -76,147 +281,42 @@ __device__ __forceinline__ void add_slots(const Work& w, const Choice& mine, int
       Elements<Token> e;
       e.unpack(bytes[i]);
       if (w.c.slot_weights != nullptr) {
-#pragma unroll
-        for (int j = 0; j < Elements<Token>::kCount; ++j) e.x[j] = mul_rn(weight, e.x[j]);
+        add_weighted(e, weight, sum);
+      } else {
+        add(e, sum);
       }
-#pragma unroll
-      for (int j = 0; j < Elements<Token>::kCount; ++j) sum->x[j] = add_rn(sum->x[j], e.x[j]);
     }
   }
 }
 
-// All of this rank's slots of a row; false: there are none. first: the choices 0 to 31 (with more, the others are read again).
 template <typename Token>
-__device__ __forceinline__ void sum_slots(const Work& w, const int32_t* slots, const Choice& first,
-                                          int64_t at, bool live, Elements<Token>* sum) {
-  clear(sum);
-  add_slots(w, first, at, live, sum);
-  for (int k = kWarp; k < w.c.maps.top_k; k += kWarp)
-    add_slots(w, choice_of(w.c, slots, k + lane_id()), at, live, sum);
+__device__ __forceinline__ Elements<Token> sum_slots(const Work& w, const int32_t* slots, int chunk,
+                                                     bool live) {
+  const int64_t at = (static_cast<int64_t>(w.c.first_chunk) + chunk) * 16;
+  Elements<Token> sum;
+  clear(&sum);
+  for (int k = 0; k < w.c.maps.top_k; k += kWarp)
+    add_slots(w, choice_of(w.c, slots, k + lane_id()), at, live, &sum);
+  return sum;
 }
 
-// ---- partial rows of MXFP8 ------------------------------------------------------------------------------------------
+// ---- what becomes of a sum ------------------------------------------------------------------------------------------------
 
-// The lanes of a block of 32 elements agree on its scale; every lane calls, elements of lanes that are not live count as 0.
-template <typename Token>
-__device__ __forceinline__ void store_mxfp8(const Elements<Token>& e, uint8_t* row, int64_t elements,
-                                            int chunk, bool live) {
-  constexpr int kCount = Elements<Token>::kCount;
-  uint8_t scale;
-  uint8_t codes[kCount];
-  encode_mxfp8(e, codes, &scale);
-  if (!live) return;
-  uint8_t* to = row + static_cast<int64_t>(chunk) * kCount;
-  uint32_t word[kCount / 4];
-#pragma unroll
-  for (int i = 0; i < kCount / 4; ++i) {
-    word[i] = codes[4 * i] | codes[4 * i + 1] << 8 | codes[4 * i + 2] << 16 |
-              static_cast<uint32_t>(codes[4 * i + 3]) << 24;
-    reinterpret_cast<uint32_t*>(to)[i] = word[i];
-  }
-  if (chunk * kCount % Mxfp8::kBlock == 0) row[elements + chunk * kCount / Mxfp8::kBlock] = scale;
-}
-
-// A lane's chunk of a peer's partial row, on its way.
+// A lane's chunk of a partial row. Every lane calls.
 template <typename Token, bool kMxfp8>
-struct Partial {
-  static constexpr int kCount = Elements<Token>::kCount;
-  static constexpr int kWords = kMxfp8 ? kCount / 4 : 4;
-  uint32_t word[kWords];
-  uint8_t scale;
-
-  __device__ __forceinline__ void load(const uint8_t* row, int64_t elements, int chunk) {
-    if constexpr (kMxfp8) {
-      const uint32_t* from = reinterpret_cast<const uint32_t*>(row + static_cast<int64_t>(chunk) * kCount);
+__device__ __forceinline__ void store_partial(const Elements<Token>& sum, uint8_t* step, int chunk, bool live) {
+  if constexpr (kMxfp8) {
+    constexpr int kCount = Elements<Token>::kCount;
+    Mxfp8Elements<Token> e;
+    e.encode(sum);
+    if (!live) return;
+    uint32_t* to = reinterpret_cast<uint32_t*>(step + chunk * kCount);
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) word[i] = from[i];
-      scale = row[elements + chunk * kCount / Mxfp8::kBlock];
-    } else {
-      const uint4 v = *reinterpret_cast<const uint4*>(row + chunk * int64_t{16});
-      word[0] = v.x;
-      word[1] = v.y;
-      word[2] = v.z;
-      word[3] = v.w;
-    }
-  }
-  __device__ __forceinline__ Elements<Token> elements() const {
-    Elements<Token> e;
-    if constexpr (kMxfp8) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        e.x[i] = Mxfp8::decode(static_cast<uint8_t>(word[i / 4] >> (8 * (i % 4))), scale);
-      }
-    } else {
-      e.unpack(make_uint4(word[0], word[1], word[2], word[3]));
-    }
-    return e;
-  }
-};
-
-// ---- kernels ----------------------------------------------------------------------------------------------------------
-
-// This rank's partial rows lie in a holder's outbox as those of another rank do in this one's.
-__device__ __forceinline__ int32_t place_among_others(int32_t rank, int32_t holder) {
-  return rank < holder ? rank : rank - 1;
-}
-
-// A rank whose slots are all empty has nothing to give.
-__device__ __forceinline__ bool gives_values(const CombineArguments& c) {
-  return c.slot_values != nullptr || c.maps.totals[0] == 0;
-}
-
-// A warp: a stretch of the partial row of another rank's token.
-template <typename Token, bool kMxfp8>
-__device__ __forceinline__ void partial_item(const Work& w, uint32_t now, int64_t item) {
-  const CombineArguments& c = w.c;
-  const RouteMaps& m = c.maps;
-  if (item >= w.items) return;
-  const int64_t elements = static_cast<int64_t>(c.chunks) * Elements<Token>::kCount;
-  const int stretch = static_cast<int>(item % w.stretches);
-  const int32_t other = static_cast<int32_t>(item / w.stretches % (m.size - 1));
-  const int64_t token = item / w.stretches / (m.size - 1);
-  const int32_t rank = other < m.rank ? other : other + 1;
-  const int32_t* slots = m.row_slots + (static_cast<int64_t>(rank) * m.tokens + token) * m.top_k;
-  const Choice first = choice_of(c, slots, lane_id());
-  bool any = __ballot_sync(kAllLanes, first.slot >= 0) != 0;
-  for (int k = kWarp; k < m.top_k; k += kWarp) {
-    any |= __ballot_sync(kAllLanes, k + lane_id() < m.top_k && slots[k + lane_id()] >= 0) != 0;
-  }
-  if (!any) return;
-  const int64_t place = static_cast<int64_t>(other) * m.tokens + token;
-  if (c.send_values && c.slot_values != nullptr && stretch == 0) {
-    float* values = c.pools.to_write<float>(c.values.area, now) + place * m.top_k;
-    for (int k = lane_id(); k < m.top_k; k += kWarp) {
-      if (slots[k] >= 0) values[k] = c.slot_values[slots[k]];
-    }
-  }
-  uint8_t* row = c.pools.to_write<uint8_t>(c.outbox, now) + place * w.partial_bytes;
-#pragma unroll 1
-  for (int i = 0; i < w.stretch; ++i) {
-    const int chunk = (stretch * w.stretch + i) * kWarp + lane_id();
-    if (chunk - lane_id() >= c.chunks) break;
-    const bool live = chunk < c.chunks;
-    Elements<Token> sum;
-    sum_slots(w, slots, first, (c.first_chunk + chunk) * int64_t{16}, live, &sum);
-    if constexpr (kMxfp8) {
-      store_mxfp8(sum, row, elements, chunk, live);
-    } else {
-      if (live) sum.store(row + chunk * int64_t{16}, 16);
-    }
-  }
-}
-
-template <typename Token, bool kMxfp8>
-__global__ void __launch_bounds__(kThreads) partial_rows(const Work w) {
-  const CombineArguments& c = w.c;
-  wait_for_kernel_before();
-  let_next_kernel_start();
-  const uint32_t now = *c.pools.epoch;
-  if (c.send_values && blockIdx.x == 0 && threadIdx.x == 0) {
-    *c.pools.to_write<uint32_t>(c.values.given, now) = gives_values(c);
-  }
-  for (int64_t block = blockIdx.x; block < w.blocks(); block += gridDim.x) {
-    partial_item<Token, kMxfp8>(w, now, block * kWarps + warp_id());
+    for (int i = 0; i < e.kWords; ++i) to[i] = e.word[i];
+    if (chunk * kCount % Mxfp8::kBlock == 0)
+      step[kStepChunks * kCount + chunk * kCount / Mxfp8::kBlock] = static_cast<uint8_t>(e.scale);
+  } else {
+    if (live) sum.store(step + chunk * 16, 16);
   }
 }
 
@@ -241,6 +341,22 @@ __device__ __forceinline__ void gather_values(const CombineArguments& c, uint32_
   }
 }
 
+// The values of another rank's token, beside its partial row.
+__device__ __forceinline__ void send_values(const CombineArguments& c, uint32_t now, const Item& item) {
+  const RouteMaps& m = c.maps;
+  const int32_t* slots = slots_of(m, item.other < m.rank ? item.other : item.other + 1, item.token);
+  float* values = c.pools.to_write<float>(c.values.area, now) +
+                  (static_cast<int64_t>(item.other) * m.tokens + item.token) * m.top_k;
+  for (int k = lane_id(); k < m.top_k; k += kWarp) {
+    if (slots[k] >= 0) values[k] = c.slot_values[slots[k]];
+  }
+}
+
+// A rank whose slots are all empty has nothing to give.
+__device__ __forceinline__ bool gives_values(const CombineArguments& c) {
+  return c.slot_values != nullptr || c.maps.totals[0] == 0;
+}
+
 // One thread: the host learns which ranks gave no values.
 __device__ void tell_missing(const CombineArguments& c, uint32_t now) {
   volatile int64_t* report = c.report;
@@ -254,164 +370,202 @@ __device__ void tell_missing(const CombineArguments& c, uint32_t now) {
   }
 }
 
-// ---- slots through shared memory: a lane fetches what it will add itself, the next chunk while it adds one ----
-
-// stage: the lane's place of the first slot. Every lane calls.
-__device__ __forceinline__ void fetch_slots(const Work& w, const Choice& mine, int64_t at, bool live,
-                                            uint32_t stage) {
-  for (unsigned left = __ballot_sync(kAllLanes, mine.slot >= 0); left != 0; left &= left - 1) {
-    const int32_t slot = __shfl_sync(kAllLanes, mine.slot, __ffs(static_cast<int>(left)) - 1);
-    if (live) copy_async16(stage, w.c.slots + slot * w.c.slot_stride + at);
-    stage += kWarp * 16;
-  }
-  commit_copies();
-}
-
-template <typename Token>
-__device__ __forceinline__ void sum_fetched(const Work& w, const Choice& mine, const uint8_t* stage,
-                                            bool live, Elements<Token>* sum) {
-  clear(sum);
-  for (unsigned left = __ballot_sync(kAllLanes, mine.slot >= 0); left != 0; left &= left - 1) {
-    const float weight = __shfl_sync(kAllLanes, mine.weight, __ffs(static_cast<int>(left)) - 1);
-    Elements<Token> e;
-    if (live) {
-      e.unpack(*reinterpret_cast<const uint4*>(stage));
-    } else {
-      clear(&e);
-    }
-    if (w.c.slot_weights != nullptr) {
-#pragma unroll
-      for (int j = 0; j < Elements<Token>::kCount; ++j) e.x[j] = mul_rn(weight, e.x[j]);
-    }
-#pragma unroll
-    for (int j = 0; j < Elements<Token>::kCount; ++j) sum->x[j] = add_rn(sum->x[j], e.x[j]);
-    stage += kWarp * 16;
+// The values of an item's token, with its first steps.
+__device__ __forceinline__ void move_values(const CombineArguments& c, uint32_t now, const Item& item) {
+  if (item.first_step != 0) return;
+  if (item.is_sum) {
+    if (c.own_values != nullptr) gather_values(c, now, item.token);
+  } else if (c.send_values && c.slot_values != nullptr) {
+    send_values(c, now, item);
   }
 }
 
-// A warp: a stretch of one of this rank's tokens. stage: the lane's part of its shared memory.
+// own: the slots of this rank. stage: where the sources are; null: where they lie.
 template <typename Token, bool kMxfp8>
-__device__ __forceinline__ void sum_item(const Work& w, uint32_t now, int64_t item, const uint8_t* stage) {
+__device__ __forceinline__ void finish_sum(const Work& w, uint32_t now, const Item& item, int step, int chunk,
+                                           const uint8_t* stage, const Elements<Token>& before,
+                                           Elements<Token> own) {
   using E = Elements<Token>;
-  const CombineArguments& c = w.c;
-  const RouteMaps& m = c.maps;
-  if (item >= w.items) return;
-  const int64_t elements = static_cast<int64_t>(c.chunks) * E::kCount;
-  const int stretch = static_cast<int>(item % w.stretches);
-  const int64_t token = item / w.stretches;
-  const int32_t* slots = m.row_slots + (static_cast<int64_t>(m.rank) * m.tokens + token) * m.top_k;
-  const Choice first = choice_of(c, slots, lane_id());
-  if (c.own_values != nullptr && stretch == 0) gather_values(c, now, token);
-  const uint32_t* holders = m.holders + token * m.holder_words();
-  uint8_t* result = c.result + token * c.result_stride;
-  const bool staged = w.slot_alignment >= 16 && m.top_k <= kWarp &&
-                      __popc(__ballot_sync(kAllLanes, first.slot >= 0)) <= kStagedSlots;
-  const auto byte_of = [&](int chunk) { return (c.first_chunk + chunk) * int64_t{16}; };
-  if (staged) {
-    const int chunk = stretch * w.stretch * kWarp + lane_id();
-    fetch_slots(w, first, byte_of(chunk), chunk < c.chunks, shared_address(stage));
-  }
-#pragma unroll 1
-  for (int i = 0; i < w.stretch; ++i) {
-    const int chunk = (stretch * w.stretch + i) * kWarp + lane_id();
-    if (chunk - lane_id() >= c.chunks) break;
-    const bool live = chunk < c.chunks;
-    const int64_t at = byte_of(chunk);
-    E own, sum;
-    if (staged) {
-      const int next = chunk + kWarp;
-      fetch_slots(w, first, byte_of(next), i + 1 < w.stretch && next < c.chunks,
-                  shared_address(stage) + (i + 1) % 2 * kStageBytes);
-      wait_copies<1>();
-      sum_fetched(w, first, stage + i % 2 * kStageBytes, live, &own);
-    } else {
-      sum_slots(w, slots, first, at, live, &own);
+  const RouteMaps& m = w.c.maps;
+  const int row_chunk = (item.first_step + step) * kStepChunks + chunk;
+  const bool live = row_chunk < w.c.chunks;
+  if constexpr (kMxfp8) round_to_mxfp8(&own);
+  E sum = own;
+  if (stage != nullptr) {
+    if (item.sources > item.slots) {
+      const uint8_t* partials = stage + item.slots * kSourceBytes;
+      clear(&sum);
+      const int others = item.sources - item.slots;
+      for (int p = 0; p <= others; ++p) {
+        if (p == item.before) add(own, &sum);
+        if (p < others) add(partial_chunk<Token, kMxfp8>(partials + p * kSourceBytes, chunk), &sum);
+      }
     }
-    if constexpr (kMxfp8) round_to_mxfp8(&own);
+  } else if (m.size > 1) {
     clear(&sum);
     for (int word = 0; word < m.holder_words(); ++word) {
-      uint32_t left = holders[word];
-      while (left != 0) {
-        int32_t rank[kRanksInFlight];
-        Partial<Token, kMxfp8> partial[kRanksInFlight];
-#pragma unroll
-        for (int r = 0; r < kRanksInFlight; ++r) {
-          rank[r] = left == 0 ? -1 : word * 32 + __ffs(static_cast<int>(left)) - 1;
-          left &= left - 1;
-          if (rank[r] < 0 || rank[r] == m.rank || !live) continue;
-          const int64_t place = static_cast<int64_t>(place_among_others(m.rank, rank[r])) * m.tokens + token;
-          partial[r].load(c.pools.to_read<uint8_t>(c.outbox, rank[r], now) + place * w.partial_bytes,
-                          elements, chunk);
-        }
-#pragma unroll
-        for (int r = 0; r < kRanksInFlight; ++r) {
-          if (rank[r] < 0) continue;
-          const E e = rank[r] == m.rank ? own : partial[r].elements();
-#pragma unroll
-          for (int j = 0; j < E::kCount; ++j) sum.x[j] = add_rn(sum.x[j], e.x[j]);
+      uint32_t left = m.holders[static_cast<int64_t>(item.token) * m.holder_words() + word];
+      for (; left != 0; left &= left - 1) {
+        const int32_t holder = word * 32 + __ffs(static_cast<int>(left)) - 1;
+        if (holder == m.rank) {
+          add(own, &sum);
+        } else if (live) {
+          const uint8_t* row = partial_row<Token, kMxfp8>(w, now, holder, item.token);
+          row += static_cast<int64_t>(item.first_step + step) * kPartialStepBytes<Token, kMxfp8>;
+          add(partial_chunk<Token, kMxfp8>(row, chunk), &sum);
         }
       }
     }
-    if (!live) continue;
-    if (c.accumulate) {
-      E before;
-      before.load(result + at, w.result_alignment);
+  }
+  if (!live) return;
+  if (w.c.accumulate) {
+    E total = before;
+    add(sum, &total);
+    sum = total;
+  }
+  uint8_t* result = w.c.result + item.token * w.c.result_stride;
+  sum.store(result + (static_cast<int64_t>(w.c.first_chunk) + row_chunk) * 16, w.result_alignment);
+}
+
+template <typename Token, bool kMxfp8>
+__device__ __forceinline__ void sum_step(const Work& w, uint32_t now, const Item& item, int step,
+                                         const uint8_t* stage, uint32_t barrier, uint32_t parity) {
+  using E = Elements<Token>;
+  const RouteMaps& m = w.c.maps;
+  E before[kLaneChunks];
+  if (item.is_sum && w.c.accumulate) {
 #pragma unroll
-      for (int j = 0; j < E::kCount; ++j) sum.x[j] = add_rn(before.x[j], sum.x[j]);
+    for (int i = 0; i < kLaneChunks; ++i) {
+      const int row_chunk = (item.first_step + step) * kStepChunks + i * kWarp + lane_id();
+      const uint8_t* result = w.c.result + item.token * w.c.result_stride;
+      if (row_chunk < w.c.chunks)
+        before[i].load(result + (static_cast<int64_t>(w.c.first_chunk) + row_chunk) * 16, w.result_alignment);
     }
-    sum.store(result + at, w.result_alignment);
+  }
+  if (stage != nullptr) wait_copy_barrier(barrier, parity);
+  const int32_t rank = item.is_sum ? m.rank : (item.other < m.rank ? item.other : item.other + 1);
+#pragma unroll
+  for (int i = 0; i < kLaneChunks; ++i) {
+    const int chunk = i * kWarp + lane_id();
+    const int row_chunk = (item.first_step + step) * kStepChunks + chunk;
+    const E own = stage != nullptr ? sum_staged_slots<Token>(w, item, stage, chunk)
+                                   : sum_slots<Token>(w, slots_of(m, rank, item.token), row_chunk,
+                                                      row_chunk < w.c.chunks);
+    if (item.is_sum) {
+      finish_sum<Token, kMxfp8>(w, now, item, step, chunk, stage, before[i], own);
+    } else {
+      uint8_t* row = w.c.pools.to_write<uint8_t>(w.c.outbox, now) +
+                     (static_cast<int64_t>(item.other) * m.tokens + item.token) * w.partial_bytes;
+      store_partial<Token, kMxfp8>(
+          own, row + static_cast<int64_t>(item.first_step + step) * kPartialStepBytes<Token, kMxfp8>, chunk,
+          row_chunk < w.c.chunks);
+    }
   }
 }
 
-// The sums of one pass of columns, and beside them the partial rows of the next (ahead; no items: it is the last): these keep
-// the memory busy while those wait for the links.
+// The items of a kernel: the sums of one pass of columns, and evenly among them the partial rows of the next.
 template <typename Token, bool kMxfp8>
-__global__ void __launch_bounds__(kThreads, 3) sum_rows(const Work w, const Work ahead) {
-  extern __shared__ __align__(16) uint8_t stages[];
-  const CombineArguments& c = w.c;
+__device__ __forceinline__ Item item_at(const Work& sums, const Work& partials, uint32_t now, int64_t q) {
+  const int64_t others = partials.items, all = sums.items + others;
+  if (others == 0) return open_item<Token, kMxfp8>(sums, true, now, q);
+  if (sums.items == 0) return open_item<Token, kMxfp8>(partials, false, now, q);
+  const int64_t before = q * others / all;
+  if ((q + 1) * others / all != before) return open_item<Token, kMxfp8>(partials, false, now, before);
+  return open_item<Token, kMxfp8>(sums, true, now, q - before);
+}
+
+// ticket: not null: the last block comes to the meeting.
+template <typename Token, bool kMxfp8, bool kBulk>
+__global__ void __launch_bounds__(kThreads, 3)
+    combine_rows(const __grid_constant__ Work sums, const __grid_constant__ Work partials,
+                 const __grid_constant__ Meeting meeting, uint32_t* ticket) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ __align__(8) uint64_t barriers[kWarps][8];
   wait_for_kernel_before();
-  let_next_kernel_start();
-  const uint32_t now = *c.pools.epoch;
-  if (c.own_values != nullptr && blockIdx.x == 0 && threadIdx.x == 0) tell_missing(c, now);
-  const uint8_t* stage = stages + warp_id() * 2 * kStageBytes + lane_id() * 16;
-  const int64_t others = ahead.blocks();
-  const int64_t blocks = w.blocks() + others;
-  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    const int64_t before = block * others / blocks;  // blocks of the next pass, evenly among the others
-    if ((block + 1) * others / blocks != before) {
-      partial_item<Token, kMxfp8>(ahead, now, before * kWarps + warp_id());
-    } else {
-      sum_item<Token, kMxfp8>(w, now, (block - before) * kWarps + warp_id(), stage);
+  if (ticket == nullptr) let_next_kernel_start();
+  const uint32_t now = *sums.c.pools.epoch;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    if (sums.items > 0 && sums.c.own_values != nullptr) tell_missing(sums.c, now);
+    if (partials.c.send_values) *partials.c.pools.to_write<uint32_t>(partials.c.values.given, now) = gives_values(partials.c);
+  }
+  const bool staged = sums.staged != 0;
+  const uint32_t stages = static_cast<uint32_t>(sums.stages);
+  const int stage_bytes = sums.stage_bytes();
+  const uint8_t* ring = shared + warp_id() * stages * stage_bytes;
+  const uint32_t ring_address = shared_address(ring), barrier = shared_address(barriers[warp_id()]);
+  if (staged) {
+    if (lane_id() < static_cast<int>(stages)) init_copy_barrier(barrier + lane_id() * 8, kBulk ? 1 : kWarp);
+    publish_copy_barriers();
+    __syncwarp();
+  }
+  const int64_t all = sums.items + partials.items, stride = static_cast<int64_t>(gridDim.x) * kWarps;
+  int64_t q = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id();
+  if (q < all) {
+    Item item = item_at<Token, kMxfp8>(sums, partials, now, q);
+    Item wanted = item;    // what is asked for: of this item, or of the next already
+    bool ahead = false;
+    int asked = 0;         // steps of it
+    uint32_t in_ring = 0;  // steps
+    uint32_t asked_stage = 0, stage = 0, parity = 0;
+    while (true) {
+      const Work& w = item.is_sum ? sums : partials;
+      move_values(w.c, now, item);
+      for (int step = 0; step < item.steps; ++step) {
+        while (staged && in_ring < stages) {
+          if (asked == wanted.steps) {
+            if (ahead || q + stride >= all) break;
+            wanted = item_at<Token, kMxfp8>(sums, partials, now, q + stride);
+            ahead = true;
+            asked = 0;
+            continue;
+          }
+          fetch_step<Token, kMxfp8, kBulk>(wanted.is_sum ? sums : partials, wanted, asked,
+                                           ring_address + asked_stage * stage_bytes, barrier + asked_stage * 8);
+          ++asked;
+          ++in_ring;
+          if (++asked_stage == stages) asked_stage = 0;
+        }
+        sum_step<Token, kMxfp8>(w, now, item, step, staged ? ring + stage * stage_bytes : nullptr,
+                                barrier + stage * 8, parity);
+        __syncwarp();
+        --in_ring;
+        if (++stage == stages) {
+          stage = 0;
+          parity ^= 1;
+        }
+      }
+      q += stride;
+      if (q >= all) break;
+      if (!ahead) {
+        wanted = item_at<Token, kMxfp8>(sums, partials, now, q);
+        asked = 0;
+      }
+      item = wanted;
+      ahead = false;
     }
   }
+  if (ticket != nullptr && is_last_block(ticket)) meet(meeting);
+}
+
+int env(const char* name, int otherwise) {
+  const char* v = std::getenv(name);
+  return v == nullptr ? otherwise : std::atoi(v);
 }
 
 Work work_of(DType dtype, const CombineArguments& c, int64_t rows, const LaunchContext& context) {
   Work w{};
   w.c = c;
   w.partial_bytes = partial_row_bytes(dtype, c.mxfp8, c.chunks);
-  const int32_t warps = (c.chunks + kWarp - 1) / kWarp;  // that a row keeps busy with one chunk each
-  const bool many = rows * warps > int64_t{4} * kLongStretch * kWarps * context.sms;
-  w.stretches = many ? (warps + kLongStretch - 1) / kLongStretch : warps;
-  w.stretch = (warps + w.stretches - 1) / w.stretches;
+  const int32_t steps = (c.chunks + kStepChunks - 1) / kStepChunks;
+  const int32_t longest = env("NVTE_X_STRETCH", kLongStretch);
+  const bool many = rows * steps > int64_t{4} * longest * 24 * context.sms;
+  w.stretches = many ? (steps + longest - 1) / longest : steps;
+  w.steps = (steps + w.stretches - 1) / w.stretches;
+  w.stretches = (steps + w.steps - 1) / w.steps;
   w.items = rows * w.stretches;
   w.slot_alignment = alignment_of(c.slots, c.slot_stride);
   w.result_alignment = alignment_of(c.result, c.result_stride);
   return w;
-}
-
-LaunchShape shape_of(int64_t blocks) {
-  LaunchShape shape;
-  shape.threads = kThreads;
-  shape.blocks = blocks;
-  shape.bounded = true;
-  shape.overlaps = true;
-  return shape;
-}
-
-// Of the partial rows of the other ranks' tokens.
-Work partial_work(DType dtype, const CombineArguments& c, const LaunchContext& context) {
-  return work_of(dtype, c, static_cast<int64_t>(c.maps.size - 1) * c.maps.tokens, context);
 }
 
 template <typename Function>
@@ -429,33 +583,42 @@ Status with_token(DType dtype, const Function& function) {
 }  // namespace
 
 int64_t partial_row_bytes(DType dtype, bool mxfp8, int32_t chunks) {
-  return mxfp8 ? mxfp8_partial_bytes(static_cast<int64_t>(chunks) *
-                                     elements_per_chunk(static_cast<int>(dtype_bytes(dtype))))
+  const int64_t steps = (chunks + kStepChunks - 1) / kStepChunks;
+  return mxfp8 ? steps * mxfp8_step_bytes(elements_per_chunk(static_cast<int>(dtype_bytes(dtype))))
                : chunks * int64_t{16};
 }
 
-Status launch_partial_rows(DType dtype, const CombineArguments& c, const LaunchContext& context) {
-  const Work w = partial_work(dtype, c, context);
-  if (w.items == 0) return Status();
-  const LaunchShape shape = shape_of(w.blocks());
+Status launch_combine(DType dtype, const CombineArguments* sums, const CombineArguments* partials,
+                      const Meeting& meeting, uint32_t* ticket, const LaunchContext& context) {
+  const CombineArguments& any = sums != nullptr ? *sums : *partials;
+  const RouteMaps& m = any.maps;
+  Work s = work_of(dtype, any, sums != nullptr ? sums->tokens : 0, context);
+  Work p = work_of(dtype, partials != nullptr ? *partials : any,
+                   partials != nullptr ? static_cast<int64_t>(m.size - 1) * m.tokens : 0, context);
+  if (partials == nullptr) p.c.send_values = false;
+  if (s.items + p.items == 0 && partials == nullptr) return Status();
+  const bool staged = s.slot_alignment >= 16 && m.top_k <= kMostStaged;
+  s.staged = p.staged = staged ? m.top_k : 0;
+  s.stages = p.stages = env("NVTE_X_STAGES", kStages);
+  LaunchShape shape;
+  shape.threads = kThreads;
+  shape.blocks = std::max<int64_t>(1, (s.items + p.items + kWarps - 1) / kWarps);
+  shape.bounded = true;
+  shape.overlaps = true;
+  shape.shared_bytes = kWarps * s.stages * s.stage_bytes();
+  uint32_t* const meets = partials != nullptr ? ticket : nullptr;
+  LaunchContext resident = context;
+  if (env("NVTE_X_PERSIST", 1) && resident.max_sms == 0) resident.max_sms = resident.sms;
   return with_token(dtype, [&](auto token) {
     using Token = decltype(token);
-    return c.mxfp8 ? launch_kernel<partial_rows<Token, true>>("partial_rows", context, shape, w)
-                   : launch_kernel<partial_rows<Token, false>>("partial_rows", context, shape, w);
-  });
-}
-
-Status launch_sum_rows(DType dtype, const CombineArguments& c, const CombineArguments* next,
-                       const LaunchContext& context) {
-  const Work w = work_of(dtype, c, c.tokens, context);
-  const Work ahead = next == nullptr ? Work{} : partial_work(dtype, *next, context);
-  if (w.items + ahead.items == 0) return Status();
-  LaunchShape shape = shape_of(w.blocks() + ahead.blocks());
-  shape.shared_bytes = kWarps * 2 * kStageBytes;
-  return with_token(dtype, [&](auto token) {
-    using Token = decltype(token);
-    return c.mxfp8 ? launch_kernel<sum_rows<Token, true>>("sum_rows", context, shape, w, ahead)
-                   : launch_kernel<sum_rows<Token, false>>("sum_rows", context, shape, w, ahead);
+    const auto launch = [&](auto mxfp8, auto bulk) {
+      return launch_kernel<combine_rows<Token, decltype(mxfp8)::value, decltype(bulk)::value>>(
+          "combine", resident, shape, s, p, meeting, meets);
+    };
+    const auto with_bulk = [&](auto bulk) {
+      return any.mxfp8 ? launch(std::true_type(), bulk) : launch(std::false_type(), bulk);
+    };
+    return env("NVTE_X_BULK", 1) ? with_bulk(std::true_type()) : with_bulk(std::false_type());
   });
 }
 

@@ -39,11 +39,10 @@ struct CombineArguments {
 // Bytes of a partial row of so many chunks.
 int64_t partial_row_bytes(DType dtype, bool mxfp8, int32_t chunks);
 
-// Before the meeting: the partial rows of the other ranks' tokens. After it: this rank's tokens, and beside them the partial
-// rows of the next pass; null: there is none.
-Status launch_partial_rows(DType dtype, const CombineArguments& arguments, const LaunchContext& context);
-Status launch_sum_rows(DType dtype, const CombineArguments& arguments, const CombineArguments* next,
-                       const LaunchContext& context);
+// One launch: the sums of one pass (null: none yet), and the partial rows of the next, which end with the meeting of that pass
+// (null: it was the last).
+Status launch_combine(DType dtype, const CombineArguments* sums, const CombineArguments* partials,
+                      const Meeting& meeting, uint32_t* ticket, const LaunchContext& context);
 
 }  // namespace nvte_ep
 

@@ -14,7 +14,7 @@
 //
 //   prepare            publish indices and meet | scan | assign                   a few tokens: one launch
 //   dispatch           pack | publish and meet | deliver                          pack only where rows are not packed yet
-//   combine            partial rows of the others' tokens | meet | sum            once for each pass of columns
+//   combine            partial rows and meet | sum, beside it partial rows and meet | .. | sum       passes of columns
 namespace nvte_ep {
 namespace {
 
@@ -229,15 +229,17 @@ class PeerHandle : public HandleTransport {
       args->own_values = first == 0 ? static_cast<float*>(call.scalars.data) : nullptr;
     };
     return group_->launch(stream, [&](const LaunchContext& c) {
-      set_pass(&a, 0);
-      NVTE_EP_TRY(launch_partial_rows(dtype, a, c));
+      const auto launch = [&](const CombineArguments* sums, const CombineArguments* partials) {
+        return launch_combine(dtype, sums, partials, group_->meeting(), group_->ticket(), c);
+      };
+      CombineArguments next = a;
+      set_pass(&next, 0);
+      if (maps_.size > 1) NVTE_EP_TRY(launch(nullptr, &next));
       for (int32_t first = 0; first < all; first += pass) {
-        set_pass(&a, first);
-        CombineArguments next = a;
+        a = next;
         const bool is_last = first + pass >= all;
         if (!is_last) set_pass(&next, first + pass);
-        NVTE_EP_TRY(launch_meet(group_->meeting(), c));
-        NVTE_EP_TRY(launch_sum_rows(dtype, a, is_last ? nullptr : &next, c));
+        NVTE_EP_TRY(launch(&a, is_last ? nullptr : &next));
       }
       return Status();
     });
@@ -352,7 +354,7 @@ class PeerHandle : public HandleTransport {
   int32_t chunks_of_a_pass(DType dtype, bool mxfp8, int32_t all) const {
     const int64_t rows = static_cast<int64_t>(maps_.size - 1) * maps_.tokens;
     const auto bytes_of = [&](int32_t chunks) { return rows * partial_row_bytes(dtype, mxfp8, chunks); };
-    int32_t passes = bytes_of(all) >= kWorthTwoPasses ? 2 : 1;
+    int32_t passes = bytes_of(all) >= kWorthTwoPasses ? (getenv("NVTE_X_PASSES") ? atoi(getenv("NVTE_X_PASSES")) : 2) : 1;
     int32_t chunks = all;
     for (; passes > 1 || bytes_of(chunks) > group_->layout().outbox.bytes; ++passes) {
       chunks = static_cast<int32_t>(round_up((all + passes - 1) / passes, 32));
