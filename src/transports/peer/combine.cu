@@ -85,22 +85,36 @@ __device__ __forceinline__ void add_weighted(Elements<Token> e, float weight, El
 
 // ---- items ------------------------------------------------------------------------------------------------------------
 
+__device__ __forceinline__ const int32_t* slots_of(const RouteMaps& m, int32_t rank, int64_t token) {
+  return m.row_slots + (static_cast<int64_t>(rank) * m.tokens + token) * m.top_k;
+}
+__device__ __forceinline__ const uint32_t* holders_of(const RouteMaps& m, int64_t token) {
+  return m.holders + token * m.holder_words();
+}
+
 // Some steps of a row: of an own token's, or of the partial row of another rank's.
-struct Item {
+struct Place {
   bool is_sum;
   int32_t other;  // of a partial row: the rank, among the others
   int32_t token;
   int32_t first_step, steps;  // no steps: the token has no slot here
-  // Sources: slots in order of the choices, one a lane, then partial rows, ranks in order.
+
+  __device__ __forceinline__ int32_t rank(const RouteMaps& m) const {
+    return is_sum ? m.rank : (other < m.rank ? other : other + 1);
+  }
+};
+// What is read of the routing, early: it takes long to come.
+struct Coming : Place {
+  int32_t slot;      // of the lane's choice
+  uint32_t holders;  // the first 32 ranks
+};
+// Sources: slots in order of the choices, one a lane, then partial rows, ranks in order.
+struct Item : Place {
   const uint8_t* source;  // the lane's, at first_step
   float weight;           // the lane's
   int32_t slots, sources;
   int32_t before;  // partial rows of ranks before this one
 };
-
-__device__ __forceinline__ const int32_t* slots_of(const RouteMaps& m, int32_t rank, int64_t token) {
-  return m.row_slots + (static_cast<int64_t>(rank) * m.tokens + token) * m.top_k;
-}
 
 template <typename Token, bool kMxfp8>
 constexpr int kPartialStepBytes = kMxfp8 ? mxfp8_step_bytes(Elements<Token>::kCount) : kSourceBytes;
@@ -117,38 +131,50 @@ __device__ __forceinline__ uint32_t divide(int64_t a, uint32_t b) {
   return static_cast<uint32_t>(a >> 32 == 0 ? static_cast<uint32_t>(a) / b : a / b);
 }
 
-// Every lane calls, and gets the same but source and weight.
-template <typename Token, bool kMxfp8>
-__device__ __forceinline__ Item open_item(const Work& w, bool is_sum, uint32_t now, int64_t index) {
-  const CombineArguments& c = w.c;
-  const RouteMaps& m = c.maps;
-  Item item;
-  item.is_sum = is_sum;
+// The items of a kernel are the sums of one pass of columns, and evenly among them the partial rows of the next.
+__device__ __forceinline__ Coming look_at(const Work& sums, const Work& partials, int64_t index) {
+  Coming item;
+  item.is_sum = partials.items == 0;
+  if (sums.items > 0 && partials.items > 0) {
+    const int64_t all = sums.items + partials.items;
+    const int64_t before = index * partials.items / all;
+    item.is_sum = (index + 1) * partials.items / all == before;
+    index = item.is_sum ? index - before : before;
+  }
+  const Work& w = item.is_sum ? sums : partials;
+  const RouteMaps& m = w.c.maps;
   const uint32_t stretches = static_cast<uint32_t>(w.stretches);
   const uint32_t row = divide(index, stretches);
   const int32_t stretch = static_cast<int32_t>(index - static_cast<int64_t>(row) * stretches);
   const uint32_t others = static_cast<uint32_t>(m.size - 1);
-  item.token = static_cast<int32_t>(is_sum ? row : row / others);
-  item.other = static_cast<int32_t>(is_sum ? 0 : row % others);
+  item.token = static_cast<int32_t>(item.is_sum ? row : row / others);
+  item.other = static_cast<int32_t>(item.is_sum ? 0 : row % others);
   item.first_step = stretch * w.steps;
-  item.steps = min(w.steps, (c.chunks + kStepChunks - 1) / kStepChunks - item.first_step);
-  const int32_t rank = is_sum ? m.rank : (item.other < m.rank ? item.other : item.other + 1);
-  const int32_t* slots = slots_of(m, rank, item.token);
+  item.steps = min(w.steps, (w.c.chunks + kStepChunks - 1) / kStepChunks - item.first_step);
+  item.slot = lane_id() < m.top_k ? slots_of(m, item.rank(m), item.token)[lane_id()] : -1;
+  item.holders = item.is_sum && m.size > 1 ? *holders_of(m, item.token) : 0;
+  return item;
+}
+
+// Every lane calls, and gets the same but source and weight.
+template <typename Token, bool kMxfp8>
+__device__ __forceinline__ Item open_item(const Work& w, const Coming& coming, uint32_t now) {
+  const CombineArguments& c = w.c;
+  const RouteMaps& m = c.maps;
+  Item item;
+  static_cast<Place&>(item) = coming;
   item.source = nullptr;
   item.weight = 1.0f;
   item.slots = item.sources = item.before = 0;
   if (w.staged == 0) {
-    bool any = is_sum;
-    for (int k = 0; k < m.top_k && !any; k += kWarp) {
-      any = __ballot_sync(kAllLanes, k + lane_id() < m.top_k && slots[k + lane_id()] >= 0) != 0;
-    }
-    if (!any) item.steps = 0;
+    bool any = item.is_sum;
+    for (int k = lane_id(); k < m.top_k; k += kWarp) any |= slots_of(m, item.rank(m), item.token)[k] >= 0;
+    if (!__any_sync(kAllLanes, any)) item.steps = 0;
     return item;
   }
-  const int32_t mine = lane_id() < m.top_k ? slots[lane_id()] : -1;
   const int64_t column = (c.first_chunk + static_cast<int64_t>(item.first_step) * kStepChunks) * 16;
-  for (unsigned left = __ballot_sync(kAllLanes, mine >= 0); left != 0; left &= left - 1) {
-    const int32_t slot = __shfl_sync(kAllLanes, mine, __ffs(static_cast<int>(left)) - 1);
+  for (unsigned left = __ballot_sync(kAllLanes, coming.slot >= 0); left != 0; left &= left - 1) {
+    const int32_t slot = __shfl_sync(kAllLanes, coming.slot, __ffs(static_cast<int>(left)) - 1);
     if (lane_id() == item.slots) {
       item.source = c.slots + slot * c.slot_stride + column;
       if (c.slot_weights != nullptr) item.weight = c.slot_weights[slot];
@@ -156,14 +182,12 @@ __device__ __forceinline__ Item open_item(const Work& w, bool is_sum, uint32_t n
     ++item.slots;
   }
   item.sources = item.slots;
-  if (!is_sum) {
+  if (!item.is_sum) {
     if (item.slots == 0) item.steps = 0;
     return item;
   }
-  if (m.size == 1) return item;
   for (int word = 0; word < m.holder_words(); ++word) {
-    uint32_t left = m.holders[static_cast<int64_t>(item.token) * m.holder_words() + word];
-    for (; left != 0; left &= left - 1) {
+    for (uint32_t left = word == 0 ? coming.holders : holders_of(m, item.token)[word]; left != 0; left &= left - 1) {
       const int32_t holder = word * 32 + __ffs(static_cast<int>(left)) - 1;
       if (holder == m.rank) continue;
       if (lane_id() == item.sources) {
@@ -344,7 +368,7 @@ __device__ __forceinline__ void gather_values(const CombineArguments& c, uint32_
 // The values of another rank's token, beside its partial row.
 __device__ __forceinline__ void send_values(const CombineArguments& c, uint32_t now, const Item& item) {
   const RouteMaps& m = c.maps;
-  const int32_t* slots = slots_of(m, item.other < m.rank ? item.other : item.other + 1, item.token);
+  const int32_t* slots = slots_of(m, item.rank(m), item.token);
   float* values = c.pools.to_write<float>(c.values.area, now) +
                   (static_cast<int64_t>(item.other) * m.tokens + item.token) * m.top_k;
   for (int k = lane_id(); k < m.top_k; k += kWarp) {
@@ -358,7 +382,7 @@ __device__ __forceinline__ bool gives_values(const CombineArguments& c) {
 }
 
 // One thread: the host learns which ranks gave no values.
-__device__ void tell_missing(const CombineArguments& c, uint32_t now) {
+__device__ __noinline__ void tell_missing(const CombineArguments& c, uint32_t now) {
   volatile int64_t* report = c.report;
   for (int32_t r = 0; r < c.maps.size; ++r) {
     const bool gave =
@@ -404,7 +428,7 @@ __device__ __forceinline__ void finish_sum(const Work& w, uint32_t now, const It
   } else if (m.size > 1) {
     clear(&sum);
     for (int word = 0; word < m.holder_words(); ++word) {
-      uint32_t left = m.holders[static_cast<int64_t>(item.token) * m.holder_words() + word];
+      uint32_t left = holders_of(m, item.token)[word];
       for (; left != 0; left &= left - 1) {
         const int32_t holder = word * 32 + __ffs(static_cast<int>(left)) - 1;
         if (holder == m.rank) {
@@ -443,13 +467,12 @@ __device__ __forceinline__ void sum_step(const Work& w, uint32_t now, const Item
     }
   }
   if (stage != nullptr) wait_copy_barrier(barrier, parity);
-  const int32_t rank = item.is_sum ? m.rank : (item.other < m.rank ? item.other : item.other + 1);
 #pragma unroll
   for (int i = 0; i < kLaneChunks; ++i) {
     const int chunk = i * kWarp + lane_id();
     const int row_chunk = (item.first_step + step) * kStepChunks + chunk;
     const E own = stage != nullptr ? sum_staged_slots<Token>(w, item, stage, chunk)
-                                   : sum_slots<Token>(w, slots_of(m, rank, item.token), row_chunk,
+                                   : sum_slots<Token>(w, slots_of(m, item.rank(m), item.token), row_chunk,
                                                       row_chunk < w.c.chunks);
     if (item.is_sum) {
       finish_sum<Token, kMxfp8>(w, now, item, step, chunk, stage, before[i], own);
@@ -461,17 +484,6 @@ __device__ __forceinline__ void sum_step(const Work& w, uint32_t now, const Item
           row_chunk < w.c.chunks);
     }
   }
-}
-
-// The items of a kernel: the sums of one pass of columns, and evenly among them the partial rows of the next.
-template <typename Token, bool kMxfp8>
-__device__ __forceinline__ Item item_at(const Work& sums, const Work& partials, uint32_t now, int64_t q) {
-  const int64_t others = partials.items, all = sums.items + others;
-  if (others == 0) return open_item<Token, kMxfp8>(sums, true, now, q);
-  if (sums.items == 0) return open_item<Token, kMxfp8>(partials, false, now, q);
-  const int64_t before = q * others / all;
-  if ((q + 1) * others / all != before) return open_item<Token, kMxfp8>(partials, false, now, before);
-  return open_item<Token, kMxfp8>(sums, true, now, q - before);
 }
 
 // ticket: not null: the last block comes to the meeting.
@@ -499,49 +511,48 @@ __global__ void __launch_bounds__(kThreads, 3)
     __syncwarp();
   }
   const int64_t all = sums.items + partials.items, stride = static_cast<int64_t>(gridDim.x) * kWarps;
-  int64_t q = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id();
-  if (q < all) {
-    Item item = item_at<Token, kMxfp8>(sums, partials, now, q);
-    Item wanted = item;    // what is asked for: of this item, or of the next already
-    bool ahead = false;
-    int asked = 0;         // steps of it
-    uint32_t in_ring = 0;  // steps
-    uint32_t asked_stage = 0, stage = 0, parity = 0;
-    while (true) {
-      const Work& w = item.is_sum ? sums : partials;
-      move_values(w.c, now, item);
-      for (int step = 0; step < item.steps; ++step) {
-        while (staged && in_ring < stages) {
-          if (asked == wanted.steps) {
-            if (ahead || q + stride >= all) break;
-            wanted = item_at<Token, kMxfp8>(sums, partials, now, q + stride);
-            ahead = true;
-            asked = 0;
-            continue;
-          }
-          fetch_step<Token, kMxfp8, kBulk>(wanted.is_sum ? sums : partials, wanted, asked,
-                                           ring_address + asked_stage * stage_bytes, barrier + asked_stage * 8);
-          ++asked;
-          ++in_ring;
-          if (++asked_stage == stages) asked_stage = 0;
-        }
-        sum_step<Token, kMxfp8>(w, now, item, step, staged ? ring + stage * stage_bytes : nullptr,
-                                barrier + stage * 8, parity);
-        __syncwarp();
-        --in_ring;
-        if (++stage == stages) {
-          stage = 0;
-          parity ^= 1;
-        }
+  // Items first, first + stride, ..: one is summed, while it or the next is asked for.
+  int64_t at = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id() - stride, asked_at = at;
+  Coming coming;
+  if (at + stride < all) coming = look_at(sums, partials, at + stride);
+  Item item, asked;
+  item.steps = asked.steps = 0;
+  int step = 0, asked_step = 0;
+  uint32_t in_ring = 0, stage = 0, asked_stage = 0, parity = 0;
+  while (true) {
+    while (in_ring < stages) {
+      if (asked_step == asked.steps) {
+        if (asked_at != at || at + stride >= all) break;
+        asked_at += stride;
+        asked = open_item<Token, kMxfp8>(coming.is_sum ? sums : partials, coming, now);
+        if (asked_at + stride < all) coming = look_at(sums, partials, asked_at + stride);
+        asked_step = 0;
+        continue;
       }
-      q += stride;
-      if (q >= all) break;
-      if (!ahead) {
-        wanted = item_at<Token, kMxfp8>(sums, partials, now, q);
-        asked = 0;
+      if (staged) {
+        fetch_step<Token, kMxfp8, kBulk>(asked.is_sum ? sums : partials, asked, asked_step,
+                                         ring_address + asked_stage * stage_bytes, barrier + asked_stage * 8);
       }
-      item = wanted;
-      ahead = false;
+      ++asked_step;
+      ++in_ring;
+      if (++asked_stage == stages) asked_stage = 0;
+    }
+    if (step == item.steps) {
+      if (asked_at == at) break;  // there is no next one
+      at = asked_at;
+      item = asked;
+      step = 0;
+      if (item.steps > 0) move_values(item.is_sum ? sums.c : partials.c, now, item);
+      continue;
+    }
+    sum_step<Token, kMxfp8>(item.is_sum ? sums : partials, now, item, step,
+                            staged ? ring + stage * stage_bytes : nullptr, barrier + stage * 8, parity);
+    __syncwarp();
+    ++step;
+    --in_ring;
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
     }
   }
   if (ticket != nullptr && is_last_block(ticket)) meet(meeting);

@@ -97,7 +97,7 @@ class PeerHandle : public HandleTransport {
     const PoolLayout& pool = group_->layout();
     PrepareArguments a{};
     a.pools = group_->pools();
-    a.meeting = group_->meeting();
+    a.meeting = group_->meeting(signature_of(PeerCall::kPrepare, settings_.id));
     a.indices = pool.indices;
     a.histograms = pool.histograms;
     a.maps = maps_;
@@ -228,9 +228,11 @@ class PeerHandle : public HandleTransport {
       args->send_values = call.backward && first == 0;
       args->own_values = first == 0 ? static_cast<float*>(call.scalars.data) : nullptr;
     };
+    const Meeting meeting = group_->meeting(signature_of(
+        call.backward ? PeerCall::kDispatchBackward : PeerCall::kCombine, settings_.id, dtype));
     return group_->launch(stream, [&](const LaunchContext& c) {
       const auto launch = [&](const CombineArguments* sums, const CombineArguments* partials) {
-        return launch_combine(dtype, sums, partials, group_->meeting(), group_->ticket(), c);
+        return launch_combine(dtype, sums, partials, meeting, group_->ticket(), c);
       };
       CombineArguments next = a;
       set_pass(&next, 0);
@@ -294,7 +296,8 @@ class PeerHandle : public HandleTransport {
                  const TravellingRows& rows, bool by_bands, nvte_ep_stream_t stream) {
     PublishArguments a{};
     a.pools = group_->pools();
-    a.meeting = group_->meeting();
+    a.meeting = group_->meeting(
+        signature_of(call.backward ? PeerCall::kCombineBackward : PeerCall::kDispatch, settings_.id));
     a.maps = maps_;
     a.rows = rows;
     a.copy_rows = rows.own != nullptr && maps_.size > 1;
