@@ -50,6 +50,7 @@ struct Work {
   int64_t items;
   int32_t staged;  // most sources of a token, that go through shared memory; 0: they do not
   int32_t stages;
+  int64_t lead;  // of partial rows, before the first early sums
   int slot_alignment, result_alignment;
   __host__ __device__ int stage_bytes() const { return staged * kSourceBytes; }
 };
@@ -105,6 +106,7 @@ struct Place {
 };
 // What is read of the routing, early: it takes long to come.
 struct Coming : Place {
+  uint32_t stamp;    // of sums that may have been made already
   int32_t slot;      // of the lane's choice
   uint32_t holders;  // the first 32 ranks
 };
@@ -136,10 +138,14 @@ __device__ __forceinline__ Coming look_at(const Work& sums, const Work& partials
   Coming item;
   item.is_sum = partials.items == 0;
   if (sums.items > 0 && partials.items > 0) {
-    const int64_t all = sums.items + partials.items;
-    const int64_t before = index * partials.items / all;
-    item.is_sum = (index + 1) * partials.items / all == before;
-    index = item.is_sum ? index - before : before;
+    const int64_t lead = sums.lead;
+    if (index >= lead) {
+      const int64_t rest = partials.items - lead, all = sums.items + rest;
+      index -= lead;
+      const int64_t before = index * rest / all;
+      item.is_sum = (index + 1) * rest / all == before;
+      index = item.is_sum ? index - before : before + lead;
+    }
   }
   const Work& w = item.is_sum ? sums : partials;
   const RouteMaps& m = w.c.maps;
@@ -153,7 +159,21 @@ __device__ __forceinline__ Coming look_at(const Work& sums, const Work& partials
   item.steps = min(w.steps, (w.c.chunks + kStepChunks - 1) / kStepChunks - item.first_step);
   item.slot = lane_id() < m.top_k ? slots_of(m, item.rank(m), item.token)[lane_id()] : -1;
   item.holders = item.is_sum && m.size > 1 ? *holders_of(m, item.token) : 0;
+  item.stamp = item.is_sum && w.c.mode == Sums::kLeft ? w.c.early.stamps[index] : 0;
   return item;
+}
+
+__device__ __forceinline__ bool is_ready(const CombineArguments& c, int32_t holder, int32_t token, uint32_t meeting) {
+  const uint32_t* ready = reinterpret_cast<const uint32_t*>(c.pools.own + c.early.ready.offset);
+  uint32_t announced;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];"
+               : "=r"(announced)
+               : "l"(ready + token / c.early.chunk_tokens * c.maps.size + holder)
+               : "memory");
+  return !is_missing(announced, meeting);
+}
+__device__ __forceinline__ void read_after_announcement() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // Every lane calls, and gets the same but source and weight.
@@ -166,6 +186,9 @@ __device__ __forceinline__ Item open_item(const Work& w, const Coming& coming, u
   item.source = nullptr;
   item.weight = 1.0f;
   item.slots = item.sources = item.before = 0;
+  if (item.is_sum && c.mode == Sums::kLeft && coming.stamp == now) item.steps = 0;
+  const bool early = item.is_sum && c.mode == Sums::kEarly;
+  const uint32_t reads = early ? now + 1 : now;
   if (w.staged == 0) {
     bool any = item.is_sum;
     for (int k = lane_id(); k < m.top_k; k += kWarp) any |= slots_of(m, item.rank(m), item.token)[k] >= 0;
@@ -191,14 +214,40 @@ __device__ __forceinline__ Item open_item(const Work& w, const Coming& coming, u
       const int32_t holder = word * 32 + __ffs(static_cast<int>(left)) - 1;
       if (holder == m.rank) continue;
       if (lane_id() == item.sources) {
-        item.source = partial_row<Token, kMxfp8>(w, now, holder, item.token) +
+        item.source = partial_row<Token, kMxfp8>(w, reads, holder, item.token) +
                       static_cast<int64_t>(item.first_step) * kPartialStepBytes<Token, kMxfp8>;
       }
       item.before += holder < m.rank;
       ++item.sources;
+      if (early && !is_ready(c, holder, item.token, reads)) item.steps = 0;
     }
   }
+  if (early) read_after_announcement();
   return item;
+}
+
+// The warp is done with an item.
+__device__ __forceinline__ void close_item(const Work& w, const Item& item, uint32_t now) {
+  const CombineArguments& c = w.c;
+  const RouteMaps& m = c.maps;
+  if (c.mode != Sums::kEarly || lane_id() != 0) return;
+  if (item.is_sum) {
+    if (item.steps > 0)
+      c.early.stamps[static_cast<int64_t>(item.token) * w.stretches + item.first_step / w.steps] = now + 1;
+    return;
+  }
+  __threadfence();
+  const int32_t chunk = item.token / c.early.chunk_tokens;
+  const int32_t tokens = min(c.early.chunk_tokens, m.tokens - chunk * c.early.chunk_tokens);
+  const uint32_t all = static_cast<uint32_t>(tokens * (m.size - 1) * w.stretches);
+  if (atomicAdd(&c.early.counters[chunk], 1u) + 1 != all) return;
+  c.early.counters[chunk] = 0;
+  __threadfence_system();
+  for (int32_t peer = 0; peer < m.size; ++peer) {
+    if (peer == m.rank) continue;
+    uint32_t* ready = reinterpret_cast<uint32_t*>(c.pools.base[peer] + c.early.ready.offset);
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(ready + chunk * m.size + m.rank), "r"(now + 1) : "memory");
+  }
 }
 
 __device__ __forceinline__ int live_chunks(const Work& w, const Item& item, int step) {
@@ -396,7 +445,7 @@ __device__ __noinline__ void tell_missing(const CombineArguments& c, uint32_t no
 
 // The values of an item's token, with its first steps.
 __device__ __forceinline__ void move_values(const CombineArguments& c, uint32_t now, const Item& item) {
-  if (item.first_step != 0) return;
+  if (item.first_step != 0 || (item.is_sum && c.mode == Sums::kEarly)) return;
   if (item.is_sum) {
     if (c.own_values != nullptr) gather_values(c, now, item.token);
   } else if (c.send_values && c.slot_values != nullptr) {
@@ -497,7 +546,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   if (ticket == nullptr) let_next_kernel_start();
   const uint32_t now = *sums.c.pools.epoch;
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    if (sums.items > 0 && sums.c.own_values != nullptr) tell_missing(sums.c, now);
+    if (sums.items > 0 && sums.c.own_values != nullptr && sums.c.mode != Sums::kEarly) tell_missing(sums.c, now);
     if (partials.c.send_values) *partials.c.pools.to_write<uint32_t>(partials.c.values.given, now) = gives_values(partials.c);
   }
   const bool staged = sums.staged != 0;
@@ -517,6 +566,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   if (at + stride < all) coming = look_at(sums, partials, at + stride);
   Item item, asked;
   item.steps = asked.steps = 0;
+  item.token = -1;
   int step = 0, asked_step = 0;
   uint32_t in_ring = 0, stage = 0, asked_stage = 0, parity = 0;
   while (true) {
@@ -538,11 +588,12 @@ __global__ void __launch_bounds__(kThreads, 3)
       if (++asked_stage == stages) asked_stage = 0;
     }
     if (step == item.steps) {
+      if (item.token >= 0) close_item(item.is_sum ? sums : partials, item, now);
       if (asked_at == at) break;  // there is no next one
       at = asked_at;
       item = asked;
       step = 0;
-      if (item.steps > 0) move_values(item.is_sum ? sums.c : partials.c, now, item);
+      if (item.steps > 0 || sums.c.mode == Sums::kLeft) move_values(item.is_sum ? sums.c : partials.c, now, item);
       continue;
     }
     sum_step<Token, kMxfp8>(item.is_sum ? sums : partials, now, item, step,
@@ -593,6 +644,10 @@ Status with_token(DType dtype, const Function& function) {
 
 }  // namespace
 
+int32_t most_stretches(int64_t row_bytes) {
+  return static_cast<int32_t>((row_bytes / 16 + kStepChunks - 1) / kStepChunks);
+}
+
 int64_t partial_row_bytes(DType dtype, bool mxfp8, int32_t chunks) {
   const int64_t steps = (chunks + kStepChunks - 1) / kStepChunks;
   return mxfp8 ? steps * mxfp8_step_bytes(elements_per_chunk(static_cast<int>(dtype_bytes(dtype))))
@@ -609,6 +664,10 @@ Status launch_combine(DType dtype, const CombineArguments* sums, const CombineAr
   if (partials == nullptr) p.c.send_values = false;
   if (s.items + p.items == 0 && partials == nullptr) return Status();
   const bool staged = s.slot_alignment >= 16 && m.top_k <= kMostStaged;
+  if (sums != nullptr && sums->mode == Sums::kEarly) {
+    s.lead = p.items * env("NVTE_X_LEAD", 12) / 64;
+    if (!staged) s.items = 0;
+  }
   s.staged = p.staged = staged ? m.top_k : 0;
   s.stages = p.stages = env("NVTE_X_STAGES", kStages);
   LaunchShape shape;

@@ -11,6 +11,17 @@
 
 namespace nvte_ep {
 
+// Partial rows that are read before the meeting. The rows of a chunk of tokens are announced once they are all there.
+constexpr int32_t kReadyChunks = 64;
+struct EarlySums {
+  Area ready;          // uint32 [kReadyChunks, size]: the meeting before which a rank has announced a chunk
+  uint32_t* counters;  // [kReadyChunks] items of a chunk that are done
+  uint32_t* stamps;    // [tokens, stretches] the meeting before which an item was summed
+  int32_t chunk_tokens;
+};
+// A kernel sums all of a pass, or what has been announced to it, or what is left after that.
+enum class Sums { kAll, kEarly, kLeft };
+
 struct CombineArguments {
   Pools pools;
   RouteMaps maps;
@@ -34,7 +45,11 @@ struct CombineArguments {
   int64_t own_value_stride;
   int64_t* counters;
   int64_t* report;
+  EarlySums early;
+  Sums mode;
 };
+// Of one row: stamps.
+int32_t most_stretches(int64_t row_bytes);
 
 // Bytes of a partial row of so many chunks.
 int64_t partial_row_bytes(DType dtype, bool mxfp8, int32_t chunks);

@@ -220,8 +220,9 @@ class PeerHandle : public HandleTransport {
     a.own_value_stride = call.scalars.stride;
     a.counters = counters_;
     a.report = report_.memory();
+    a.early = group_->early_sums();
     const int32_t all = static_cast<int32_t>(member_->settings.hidden * dtype_bytes(dtype) / 16);
-    const int32_t pass = chunks_of_a_pass(dtype, a.mxfp8, all);
+    int32_t pass = chunks_of_a_pass(dtype, a.mxfp8, all);
     const auto set_pass = [&](CombineArguments* args, int32_t first) {
       args->first_chunk = first;
       args->chunks = std::min(pass, all - first);
@@ -234,6 +235,16 @@ class PeerHandle : public HandleTransport {
       const auto launch = [&](const CombineArguments* sums, const CombineArguments* partials) {
         return launch_combine(dtype, sums, partials, meeting, group_->ticket(), c);
       };
+      if (getenv("NVTE_X_EARLY") && atoi(getenv("NVTE_X_EARLY")) && maps_.size > 1) {
+        pass = all;
+        set_pass(&a, 0);
+        CombineArguments sums = a;
+        sums.mode = Sums::kEarly;
+        a.mode = Sums::kEarly;
+        NVTE_EP_TRY(launch(&sums, &a));
+        sums.mode = Sums::kLeft;
+        return launch(&sums, nullptr);
+      }
       CombineArguments next = a;
       set_pass(&next, 0);
       if (maps_.size > 1) NVTE_EP_TRY(launch(nullptr, &next));
