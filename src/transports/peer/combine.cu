@@ -8,7 +8,6 @@
 
 #include <cstdlib>
 
-#include "device/bulk_copy.cuh"
 #include "device/elements.cuh"
 #include "device/kernel_order.cuh"
 #include "device/memory.cuh"
@@ -22,18 +21,18 @@ using namespace nvte_ep::device;  // NOLINT
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kStages = 4;
-constexpr int kMostStaged = 16;  // sources of a token that go through shared memory; more, or unaligned ones, do not
-constexpr int kLongStretch = 8;  // steps of an item, where there are many
+constexpr int kMostSources = 8;    // of a token that go through shared memory; more, or unaligned ones, do not
 constexpr int kSlotsInFlight = 4;  // that do not go through shared memory
 
-// A step: the chunks of 16 bytes that a warp sums at a time.
-#ifndef NVTE_X_LANE
-#define NVTE_X_LANE 1
-#endif
-constexpr int kLaneChunks = NVTE_X_LANE;
-constexpr int kStepChunks = kWarp * kLaneChunks;
-constexpr int kSourceBytes = kStepChunks * 16;  // of a step
+// A step: the chunks of 16 bytes that a warp sums at a time. A block of steps: those that are in shared memory.
+constexpr int kStepChunks = kWarp;
+constexpr int kStepBytes = kStepChunks * 16;
+#define NVTE_X_STEPS 4
+#define NVTE_X_BLOCKS 3
+constexpr int kSteps = NVTE_X_STEPS;
+constexpr int kBlockChunks = kSteps * kStepChunks;
+constexpr int kStageBytes = kMostSources * kStepBytes;  // of a step
+constexpr int kRingBytes = kSteps * kStageBytes;
 
 __host__ __device__ constexpr int elements_per_chunk(int token_bytes) { return 16 / token_bytes; }
 // A step of a partial row in MXFP8: codes | scales.
@@ -45,14 +44,11 @@ __host__ __device__ constexpr int mxfp8_step_bytes(int elements_per_chunk) {
 struct Work {
   CombineArguments c;
   int64_t partial_bytes;
-  int32_t steps;      // of an item
+  int32_t blocks;     // of an item
   int32_t stretches;  // items of a row
   int64_t items;
-  int32_t staged;  // most sources of a token, that go through shared memory; 0: they do not
-  int32_t stages;
   int64_t lead;  // of partial rows, before the first early sums
   int slot_alignment, result_alignment;
-  __host__ __device__ int stage_bytes() const { return staged * kSourceBytes; }
 };
 
 // This rank's partial rows lie in a holder's outbox as those of another rank do in this one's.
@@ -93,12 +89,12 @@ __device__ __forceinline__ const uint32_t* holders_of(const RouteMaps& m, int64_
   return m.holders + token * m.holder_words();
 }
 
-// Some steps of a row: of an own token's, or of the partial row of another rank's.
+// Some blocks of steps of a row: of an own token's, or of the partial row of another rank's.
 struct Place {
   bool is_sum;
   int32_t other;  // of a partial row: the rank, among the others
   int32_t token;
-  int32_t first_step, steps;  // no steps: the token has no slot here
+  int32_t stretch, block, blocks;  // the next block, of the row, and how many from it on
 
   __device__ __forceinline__ int32_t rank(const RouteMaps& m) const {
     return is_sum ? m.rank : (other < m.rank ? other : other + 1);
@@ -110,16 +106,20 @@ struct Coming : Place {
   int32_t slot;      // of the lane's choice
   uint32_t holders;  // the first 32 ranks
 };
-// Sources: slots in order of the choices, one a lane, then partial rows, ranks in order.
 struct Item : Place {
-  const uint8_t* source;  // the lane's, at first_step
-  float weight;           // the lane's
+  unsigned choices;  // that have a slot here: bits
+  float weight;      // of the lane's choice
+  // Sources: slots in order of the choices, then partial rows, ranks in order.
   int32_t slots, sources;
   int32_t before;  // partial rows of ranks before this one
 };
+// Where the lane's chunk of each source lies, in the first step of a block.
+struct Sources {
+  const uint8_t* at[kMostSources];
+};
 
 template <typename Token, bool kMxfp8>
-constexpr int kPartialStepBytes = kMxfp8 ? mxfp8_step_bytes(Elements<Token>::kCount) : kSourceBytes;
+constexpr int kPartialStepBytes = kMxfp8 ? mxfp8_step_bytes(Elements<Token>::kCount) : kStepBytes;
 
 template <typename Token, bool kMxfp8>
 __device__ __forceinline__ const uint8_t* partial_row(const Work& w, uint32_t now, int32_t holder,
@@ -155,8 +155,9 @@ __device__ __forceinline__ Coming look_at(const Work& sums, const Work& partials
   const uint32_t others = static_cast<uint32_t>(m.size - 1);
   item.token = static_cast<int32_t>(item.is_sum ? row : row / others);
   item.other = static_cast<int32_t>(item.is_sum ? 0 : row % others);
-  item.first_step = stretch * w.steps;
-  item.steps = min(w.steps, (w.c.chunks + kStepChunks - 1) / kStepChunks - item.first_step);
+  item.stretch = stretch;
+  item.block = stretch * w.blocks;
+  item.blocks = min(w.blocks, (w.c.chunks + kBlockChunks - 1) / kBlockChunks - item.block);
   item.slot = lane_id() < m.top_k ? slots_of(m, item.rank(m), item.token)[lane_id()] : -1;
   item.holders = item.is_sum && m.size > 1 ? *holders_of(m, item.token) : 0;
   item.stamp = item.is_sum && w.c.mode == Sums::kLeft ? w.c.early.stamps[index] : 0;
@@ -172,68 +173,68 @@ __device__ __forceinline__ bool is_ready(const CombineArguments& c, int32_t hold
                : "memory");
   return !is_missing(announced, meeting);
 }
-__device__ __forceinline__ void read_after_announcement() {
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-
-// Every lane calls, and gets the same but source and weight.
-template <typename Token, bool kMxfp8>
-__device__ __forceinline__ Item open_item(const Work& w, const Coming& coming, uint32_t now) {
+// Every lane calls; `choices` of more than 32 are not looked at, nor sources of more than kMostSources.
+template <typename Token, bool kMxfp8, bool kStaged>
+__device__ __forceinline__ void open_item(const Work& w, const Coming& coming, uint32_t now, Item* item,
+                                          Sources* sources) {
   const CombineArguments& c = w.c;
   const RouteMaps& m = c.maps;
-  Item item;
-  static_cast<Place&>(item) = coming;
-  item.source = nullptr;
-  item.weight = 1.0f;
-  item.slots = item.sources = item.before = 0;
-  if (item.is_sum && c.mode == Sums::kLeft && coming.stamp == now) item.steps = 0;
-  const bool early = item.is_sum && c.mode == Sums::kEarly;
+  static_cast<Place&>(*item) = coming;
+  item->weight = 1.0f;
+  item->choices = __ballot_sync(kAllLanes, coming.slot >= 0);
+  item->slots = item->sources = __popc(item->choices);
+  item->before = 0;
+  if (item->is_sum && c.mode == Sums::kLeft && coming.stamp == now) item->blocks = 0;
+  if constexpr (!kStaged) {
+    bool any = item->is_sum;
+    for (int k = lane_id(); k < m.top_k; k += kWarp) any |= slots_of(m, item->rank(m), item->token)[k] >= 0;
+    if (!__any_sync(kAllLanes, any)) item->blocks = 0;
+    return;
+  }
+  if (!item->is_sum && item->slots == 0) item->blocks = 0;
+  if (c.slot_weights != nullptr && coming.slot >= 0) item->weight = c.slot_weights[coming.slot];
+  const bool early = item->is_sum && c.mode == Sums::kEarly;
   const uint32_t reads = early ? now + 1 : now;
-  if (w.staged == 0) {
-    bool any = item.is_sum;
-    for (int k = lane_id(); k < m.top_k; k += kWarp) any |= slots_of(m, item.rank(m), item.token)[k] >= 0;
-    if (!__any_sync(kAllLanes, any)) item.steps = 0;
-    return item;
-  }
-  const int64_t column = (c.first_chunk + static_cast<int64_t>(item.first_step) * kStepChunks) * 16;
-  for (unsigned left = __ballot_sync(kAllLanes, coming.slot >= 0); left != 0; left &= left - 1) {
-    const int32_t slot = __shfl_sync(kAllLanes, coming.slot, __ffs(static_cast<int>(left)) - 1);
-    if (lane_id() == item.slots) {
-      item.source = c.slots + slot * c.slot_stride + column;
-      if (c.slot_weights != nullptr) item.weight = c.slot_weights[slot];
+  const int64_t first = static_cast<int64_t>(item->block) * kBlockChunks;
+  const uint8_t* slots = c.slots + (c.first_chunk + first + lane_id()) * 16;
+  unsigned left = item->choices;
+  int32_t word = 0;
+  uint32_t holders = coming.holders;
+  if (m.rank < 32) holders &= ~(1u << m.rank);
+#pragma unroll
+  for (int s = 0; s < kMostSources; ++s) {
+    if (left != 0) {
+      const int32_t slot = __shfl_sync(kAllLanes, coming.slot, __ffs(static_cast<int>(left)) - 1);
+      left &= left - 1;
+      sources->at[s] = slots + slot * c.slot_stride;
+      continue;
     }
-    ++item.slots;
-  }
-  item.sources = item.slots;
-  if (!item.is_sum) {
-    if (item.slots == 0) item.steps = 0;
-    return item;
-  }
-  for (int word = 0; word < m.holder_words(); ++word) {
-    for (uint32_t left = word == 0 ? coming.holders : holders_of(m, item.token)[word]; left != 0; left &= left - 1) {
-      const int32_t holder = word * 32 + __ffs(static_cast<int>(left)) - 1;
-      if (holder == m.rank) continue;
-      if (lane_id() == item.sources) {
-        item.source = partial_row<Token, kMxfp8>(w, reads, holder, item.token) +
-                      static_cast<int64_t>(item.first_step) * kPartialStepBytes<Token, kMxfp8>;
-      }
-      item.before += holder < m.rank;
-      ++item.sources;
-      if (early && !is_ready(c, holder, item.token, reads)) item.steps = 0;
+    if (!item->is_sum || m.size == 1) break;
+    while (holders == 0 && ++word < m.holder_words()) {
+      holders = holders_of(m, item->token)[word];
+      if (m.rank / 32 == word) holders &= ~(1u << (m.rank % 32));
     }
+    if (holders == 0) break;
+    const int32_t holder = word * 32 + __ffs(static_cast<int>(holders)) - 1;
+    holders &= holders - 1;
+    sources->at[s] = partial_row<Token, kMxfp8>(w, reads, holder, item->token) +
+                     static_cast<int64_t>(item->block) * kSteps * kPartialStepBytes<Token, kMxfp8> +
+                     lane_id() * 16;
+    item->before += holder < m.rank;
+    ++item->sources;
+    if (early && !is_ready(c, holder, item->token, reads)) item->blocks = 0;
   }
-  if (early) read_after_announcement();
-  return item;
 }
 
 // The warp is done with an item.
 __device__ __forceinline__ void close_item(const Work& w, const Item& item, uint32_t now) {
   const CombineArguments& c = w.c;
   const RouteMaps& m = c.maps;
-  if (c.mode != Sums::kEarly || lane_id() != 0) return;
+  if (c.mode != Sums::kEarly) return;
+  __syncwarp();
+  if (lane_id() != 0) return;
   if (item.is_sum) {
-    if (item.steps > 0)
-      c.early.stamps[static_cast<int64_t>(item.token) * w.stretches + item.first_step / w.steps] = now + 1;
+    if (item.blocks > 0) c.early.stamps[static_cast<int64_t>(item.token) * w.stretches + item.stretch] = now + 1;
     return;
   }
   __threadfence();
@@ -250,81 +251,70 @@ __device__ __forceinline__ void close_item(const Work& w, const Item& item, uint
   }
 }
 
-__device__ __forceinline__ int live_chunks(const Work& w, const Item& item, int step) {
-  return min(kStepChunks, w.c.chunks - (item.first_step + step) * kStepChunks);
-}
-
-// ---- a step through shared memory ---------------------------------------------------------------------------------------
-
-// kBulk: a lane starts the copy of its own source; else all lanes copy each.
-template <typename Token, bool kMxfp8, bool kBulk>
-__device__ __forceinline__ void fetch_step(const Work& w, const Item& item, int step, uint32_t stage,
-                                           uint32_t barrier) {
+// Asks for step k of a block. left: chunks of the row from the lane's in the block's first step on. ring: the lane's place.
+template <typename Token, bool kMxfp8>
+__device__ __forceinline__ void ask_for_step(const Item& item, const Sources& sources, int k, int left,
+                                             uint32_t ring) {
   constexpr int kPartialStep = kPartialStepBytes<Token, kMxfp8>;
-  const int bytes = live_chunks(w, item, step) * 16;
-  const int partial_bytes = kMxfp8 ? kPartialStep : bytes;
-  const bool is_slot = lane_id() < item.slots;
-  const uint8_t* from = item.source + static_cast<int64_t>(step) * (is_slot ? kSourceBytes : kPartialStep);
-  if constexpr (kBulk) {
-    if (lane_id() == 0)
-      expect_bytes(barrier, item.slots * bytes + (item.sources - item.slots) * partial_bytes);
-    if (lane_id() < item.sources)
-      copy_bulk(stage + lane_id() * kSourceBytes, from, is_slot ? bytes : partial_bytes, barrier);
-  } else {
-    const uint64_t address = reinterpret_cast<uint64_t>(from);
-#pragma unroll 8
-    for (int s = 0; s < item.sources; ++s) {
-      const uint64_t base = __shfl_sync(kAllLanes, address, s);
-      const int live = s < item.slots ? bytes : partial_bytes;
+  const bool live = k * kStepChunks < left;
+  // A step of a partial row in MXFP8 is shorter, and as long at the row's end.
+  const bool partial_live = kMxfp8 ? lane_id() * 16 < kPartialStep && k * kStepChunks < left + lane_id() : live;
 #pragma unroll
-      for (int i = 0; i < kLaneChunks; ++i) {
-        const int at = (i * kWarp + lane_id()) * 16;
-        if (at < live) copy_async16(stage + s * kSourceBytes + at, reinterpret_cast<const void*>(base + at));
-      }
+  for (int s = 0; s < kMostSources; ++s) {
+    if (s >= item.sources) break;
+    const bool is_slot = s < item.slots;
+    if (is_slot ? live : partial_live) {
+      copy_async16(ring + k * kStageBytes + s * kStepBytes,
+                   sources.at[s] + k * (is_slot ? kStepBytes : kPartialStep));
     }
-    arrive_when_copied(barrier);
   }
 }
 
+// The lane's sum of a step. stage: the lane's place.
 template <typename Token>
-__device__ __forceinline__ Elements<Token> staged_chunk(const uint8_t* from) {
-  Elements<Token> e;
-  e.unpack(*reinterpret_cast<const uint4*>(from));
-  return e;
-}
-
-// Sums of the lane's chunk i of a step.
-template <typename Token>
-__device__ __forceinline__ Elements<Token> sum_staged_slots(const Work& w, const Item& item,
-                                                            const uint8_t* stage, int chunk) {
-  Elements<Token> sum;
+__device__ __forceinline__ Elements<Token> sum_staged_slots(const Item& item, bool weighted, uint32_t stage) {
+  uint4 bytes[kMostSources];
+#pragma unroll
+  for (int s = 0; s < kMostSources; ++s) {
+    if (s < item.slots) bytes[s] = load_shared16(stage + s * kStepBytes);
+  }
+  Elements<Token> sum, e;
   clear(&sum);
-  const uint8_t* from = stage + chunk * 16;
-  if (w.c.slot_weights != nullptr) {
-#pragma unroll 4
-    for (int s = 0; s < item.slots; ++s) {
-      const float weight = __shfl_sync(kAllLanes, item.weight, s);
-      add_weighted(staged_chunk<Token>(from + s * kSourceBytes), weight, &sum);
+  if (!weighted) {
+#pragma unroll
+    for (int s = 0; s < kMostSources; ++s) {
+      if (s >= item.slots) break;
+      e.unpack(bytes[s]);
+      add(e, &sum);
     }
-  } else {
-#pragma unroll 8
-    for (int s = 0; s < item.slots; ++s) add(staged_chunk<Token>(from + s * kSourceBytes), &sum);
+    return sum;
+  }
+  unsigned left = item.choices;
+#pragma unroll
+  for (int s = 0; s < kMostSources; ++s) {
+    if (s >= item.slots) break;
+    e.unpack(bytes[s]);
+    add_weighted(e, __shfl_sync(kAllLanes, item.weight, __ffs(static_cast<int>(left)) - 1), &sum);
+    left &= left - 1;
   }
   return sum;
 }
 
+// step: of a partial row, in shared memory or where it lies.
 template <typename Token, bool kMxfp8>
-__device__ __forceinline__ Elements<Token> partial_chunk(const uint8_t* step, int chunk) {
+__device__ __forceinline__ Elements<Token> partial_chunk(const uint8_t* step) {
   if constexpr (kMxfp8) {
     constexpr int kCount = Elements<Token>::kCount;
     Mxfp8Elements<Token> e;
-    const uint8_t* from = step + chunk * kCount;
+    const uint8_t* from = step + lane_id() * kCount;
 #pragma unroll
     for (int i = 0; i < e.kWords; ++i) e.word[i] = reinterpret_cast<const uint32_t*>(from)[i];
-    e.scale = step[kStepChunks * kCount + chunk * kCount / Mxfp8::kBlock];
+    e.scale = step[kStepChunks * kCount + lane_id() * kCount / Mxfp8::kBlock];
     return e.decode();
   } else {
-    return staged_chunk<Token>(step + chunk * 16);
+    Elements<Token> e;
+    e.unpack(*reinterpret_cast<const uint4*>(step + lane_id() * 16));
+    return e;
   }
 }
 
@@ -363,8 +353,8 @@ __device__ __forceinline__ void add_slots(const Work& w, const Choice& mine, int
 }
 
 template <typename Token>
-__device__ __forceinline__ Elements<Token> sum_slots(const Work& w, const int32_t* slots, int chunk,
-                                                     bool live) {
+__device__ __forceinline__ Elements<Token> sum_slots(const Work& w, const Item& item, int chunk, bool live) {
+  const int32_t* slots = slots_of(w.c.maps, item.rank(w.c.maps), item.token);
   const int64_t at = (static_cast<int64_t>(w.c.first_chunk) + chunk) * 16;
   Elements<Token> sum;
   clear(&sum);
@@ -375,21 +365,21 @@ __device__ __forceinline__ Elements<Token> sum_slots(const Work& w, const int32_
 
 // ---- what becomes of a sum ------------------------------------------------------------------------------------------------
 
-// A lane's chunk of a partial row. Every lane calls.
+// A lane's chunk of a step of a partial row. Every lane calls.
 template <typename Token, bool kMxfp8>
-__device__ __forceinline__ void store_partial(const Elements<Token>& sum, uint8_t* step, int chunk, bool live) {
+__device__ __forceinline__ void store_partial(const Elements<Token>& sum, uint8_t* step, bool live) {
   if constexpr (kMxfp8) {
     constexpr int kCount = Elements<Token>::kCount;
     Mxfp8Elements<Token> e;
     e.encode(sum);
     if (!live) return;
-    uint32_t* to = reinterpret_cast<uint32_t*>(step + chunk * kCount);
+    uint32_t* to = reinterpret_cast<uint32_t*>(step + lane_id() * kCount);
 #pragma unroll
     for (int i = 0; i < e.kWords; ++i) to[i] = e.word[i];
-    if (chunk * kCount % Mxfp8::kBlock == 0)
-      step[kStepChunks * kCount + chunk * kCount / Mxfp8::kBlock] = static_cast<uint8_t>(e.scale);
+    if (lane_id() * kCount % Mxfp8::kBlock == 0)
+      step[kStepChunks * kCount + lane_id() * kCount / Mxfp8::kBlock] = static_cast<uint8_t>(e.scale);
   } else {
-    if (live) sum.store(step + chunk * 16, 16);
+    if (live) sum.store(step + lane_id() * 16, 16);
   }
 }
 
@@ -445,7 +435,7 @@ __device__ __noinline__ void tell_missing(const CombineArguments& c, uint32_t no
 
 // The values of an item's token, with its first steps.
 __device__ __forceinline__ void move_values(const CombineArguments& c, uint32_t now, const Item& item) {
-  if (item.first_step != 0 || (item.is_sum && c.mode == Sums::kEarly)) return;
+  if (item.stretch != 0 || (item.is_sum && c.mode == Sums::kEarly)) return;
   if (item.is_sum) {
     if (c.own_values != nullptr) gather_values(c, now, item.token);
   } else if (c.send_values && c.slot_values != nullptr) {
@@ -453,158 +443,155 @@ __device__ __forceinline__ void move_values(const CombineArguments& c, uint32_t 
   }
 }
 
-// own: the slots of this rank. stage: where the sources are; null: where they lie.
-template <typename Token, bool kMxfp8>
-__device__ __forceinline__ void finish_sum(const Work& w, uint32_t now, const Item& item, int step, int chunk,
-                                           const uint8_t* stage, const Elements<Token>& before,
-                                           Elements<Token> own) {
-  using E = Elements<Token>;
-  const RouteMaps& m = w.c.maps;
-  const int row_chunk = (item.first_step + step) * kStepChunks + chunk;
-  const bool live = row_chunk < w.c.chunks;
+// The sums of a token's ranks, in order. own: of this rank's slots. stage: the step in shared memory; null: partial rows are
+// read where they lie. block: of the row.
+template <typename Token, bool kMxfp8, bool kStaged>
+__device__ __forceinline__ Elements<Token> sum_ranks(const Work& w, uint32_t now, const Item& item, int block,
+                                                     int k, const uint8_t* stage, Elements<Token> own, bool live) {
   if constexpr (kMxfp8) round_to_mxfp8(&own);
-  E sum = own;
-  if (stage != nullptr) {
-    if (item.sources > item.slots) {
-      const uint8_t* partials = stage + item.slots * kSourceBytes;
-      clear(&sum);
-      const int others = item.sources - item.slots;
-      for (int p = 0; p <= others; ++p) {
-        if (p == item.before) add(own, &sum);
-        if (p < others) add(partial_chunk<Token, kMxfp8>(partials + p * kSourceBytes, chunk), &sum);
-      }
+  if (w.c.maps.size == 1) return own;
+  Elements<Token> sum;
+  clear(&sum);
+  if constexpr (kStaged) {
+    for (int s = item.slots; s <= item.sources; ++s) {
+      if (s == item.slots + item.before) add(own, &sum);
+      if (s < item.sources) add(partial_chunk<Token, kMxfp8>(stage + s * kStepBytes), &sum);
     }
-  } else if (m.size > 1) {
-    clear(&sum);
-    for (int word = 0; word < m.holder_words(); ++word) {
-      uint32_t left = holders_of(m, item.token)[word];
-      for (; left != 0; left &= left - 1) {
-        const int32_t holder = word * 32 + __ffs(static_cast<int>(left)) - 1;
-        if (holder == m.rank) {
-          add(own, &sum);
-        } else if (live) {
-          const uint8_t* row = partial_row<Token, kMxfp8>(w, now, holder, item.token);
-          row += static_cast<int64_t>(item.first_step + step) * kPartialStepBytes<Token, kMxfp8>;
-          add(partial_chunk<Token, kMxfp8>(row, chunk), &sum);
-        }
+    return sum;
+  }
+  const RouteMaps& m = w.c.maps;
+  for (int word = 0; word < m.holder_words(); ++word) {
+    for (uint32_t left = holders_of(m, item.token)[word]; left != 0; left &= left - 1) {
+      const int32_t holder = word * 32 + __ffs(static_cast<int>(left)) - 1;
+      if (holder == m.rank) {
+        add(own, &sum);
+      } else if (live) {
+        const int64_t step = static_cast<int64_t>(block) * kSteps + k;
+        const uint8_t* row = partial_row<Token, kMxfp8>(w, now, holder, item.token);
+        add(partial_chunk<Token, kMxfp8>(row + step * kPartialStepBytes<Token, kMxfp8>), &sum);
       }
     }
   }
-  if (!live) return;
-  if (w.c.accumulate) {
-    E total = before;
-    add(sum, &total);
-    sum = total;
-  }
-  uint8_t* result = w.c.result + item.token * w.c.result_stride;
-  sum.store(result + (static_cast<int64_t>(w.c.first_chunk) + row_chunk) * 16, w.result_alignment);
+  return sum;
 }
 
+// What a block of steps is added up to.
 template <typename Token, bool kMxfp8>
-__device__ __forceinline__ void sum_step(const Work& w, uint32_t now, const Item& item, int step,
-                                         const uint8_t* stage, uint32_t barrier, uint32_t parity) {
+__device__ __forceinline__ uint8_t* place_of_block(const Work& w, const Item& item, uint32_t now) {
+  const CombineArguments& c = w.c;
+  if (item.is_sum) {
+    return c.result + item.token * c.result_stride +
+           (c.first_chunk + static_cast<int64_t>(item.block) * kBlockChunks + lane_id()) * 16;
+  }
+  const int64_t row = static_cast<int64_t>(item.other) * c.maps.tokens + item.token;
+  return c.pools.to_write<uint8_t>(c.outbox, now) + row * w.partial_bytes +
+         static_cast<int64_t>(item.block) * kSteps * kPartialStepBytes<Token, kMxfp8>;
+}
+
+// Step k of a block, whose place is `to`. stage: as above; the lane's is lane_id() * 16 on.
+template <typename Token, bool kMxfp8, bool kStaged>
+__device__ __forceinline__ void sum_step(const Work& sums, const Work& partials, uint32_t now, const Item& item,
+                                         int k, int left, const uint8_t* stage, uint32_t lane_stage, uint8_t* to) {
   using E = Elements<Token>;
-  const RouteMaps& m = w.c.maps;
-  E before[kLaneChunks];
-  if (item.is_sum && w.c.accumulate) {
-#pragma unroll
-    for (int i = 0; i < kLaneChunks; ++i) {
-      const int row_chunk = (item.first_step + step) * kStepChunks + i * kWarp + lane_id();
-      const uint8_t* result = w.c.result + item.token * w.c.result_stride;
-      if (row_chunk < w.c.chunks)
-        before[i].load(result + (static_cast<int64_t>(w.c.first_chunk) + row_chunk) * 16, w.result_alignment);
-    }
+  const bool live = k * kStepChunks < left;
+  E own;
+  if constexpr (kStaged) {
+    own = sum_staged_slots<Token>(item, sums.c.slot_weights != nullptr, lane_stage);
+  } else {
+    own = sum_slots<Token>(item.is_sum ? sums : partials, item, item.block * kBlockChunks + k * kStepChunks + lane_id(),
+                           live);
   }
-  if (stage != nullptr) wait_copy_barrier(barrier, parity);
-#pragma unroll
-  for (int i = 0; i < kLaneChunks; ++i) {
-    const int chunk = i * kWarp + lane_id();
-    const int row_chunk = (item.first_step + step) * kStepChunks + chunk;
-    const E own = stage != nullptr ? sum_staged_slots<Token>(w, item, stage, chunk)
-                                   : sum_slots<Token>(w, slots_of(m, item.rank(m), item.token), row_chunk,
-                                                      row_chunk < w.c.chunks);
-    if (item.is_sum) {
-      finish_sum<Token, kMxfp8>(w, now, item, step, chunk, stage, before[i], own);
-    } else {
-      uint8_t* row = w.c.pools.to_write<uint8_t>(w.c.outbox, now) +
-                     (static_cast<int64_t>(item.other) * m.tokens + item.token) * w.partial_bytes;
-      store_partial<Token, kMxfp8>(
-          own, row + static_cast<int64_t>(item.first_step + step) * kPartialStepBytes<Token, kMxfp8>, chunk,
-          row_chunk < w.c.chunks);
-    }
+  if (!item.is_sum) {
+    store_partial<Token, kMxfp8>(own, to + k * kPartialStepBytes<Token, kMxfp8>, live);
+    return;
   }
+  E sum = sum_ranks<Token, kMxfp8, kStaged>(sums, now, item, item.block, k, stage, own, live);
+  if (!live) return;
+  uint8_t* result = to + k * kStepBytes;
+  const int alignment = kStaged ? 16 : sums.result_alignment;
+  if (sums.c.accumulate) {
+    E before;
+    before.load(result, alignment);
+    add(sum, &before);
+    sum = before;
+  }
+  sum.store(result, alignment);
 }
 
 // ticket: not null: the last block comes to the meeting.
-template <typename Token, bool kMxfp8, bool kBulk>
-__global__ void __launch_bounds__(kThreads, 3)
+template <typename Token, bool kMxfp8, bool kStaged>
+__global__ void __launch_bounds__(kThreads, NVTE_X_BLOCKS)
     combine_rows(const __grid_constant__ Work sums, const __grid_constant__ Work partials,
                  const __grid_constant__ Meeting meeting, uint32_t* ticket) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ __align__(8) uint64_t barriers[kWarps][8];
+  extern __shared__ __align__(128) uint8_t rings[];
   wait_for_kernel_before();
   if (ticket == nullptr) let_next_kernel_start();
   const uint32_t now = *sums.c.pools.epoch;
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     if (sums.items > 0 && sums.c.own_values != nullptr && sums.c.mode != Sums::kEarly) tell_missing(sums.c, now);
-    if (partials.c.send_values) *partials.c.pools.to_write<uint32_t>(partials.c.values.given, now) = gives_values(partials.c);
+    if (partials.c.send_values)
+      *partials.c.pools.to_write<uint32_t>(partials.c.values.given, now) = gives_values(partials.c);
   }
-  const bool staged = sums.staged != 0;
-  const uint32_t stages = static_cast<uint32_t>(sums.stages);
-  const int stage_bytes = sums.stage_bytes();
-  const uint8_t* ring = shared + warp_id() * stages * stage_bytes;
-  const uint32_t ring_address = shared_address(ring), barrier = shared_address(barriers[warp_id()]);
-  if (staged) {
-    if (lane_id() < static_cast<int>(stages)) init_copy_barrier(barrier + lane_id() * 8, kBulk ? 1 : kWarp);
-    publish_copy_barriers();
-    __syncwarp();
-  }
+  const uint8_t* ring = rings + warp_id() * kRingBytes;
+  const uint32_t lane_ring = kStaged ? shared_address(ring) + lane_id() * 16 : 0;
   const int64_t all = sums.items + partials.items, stride = static_cast<int64_t>(gridDim.x) * kWarps;
-  // Items first, first + stride, ..: one is summed, while it or the next is asked for.
-  int64_t at = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id() - stride, asked_at = at;
+  // Items first, first + stride, ..: a block of steps is summed while the next one, of this item or the next, is asked for.
+  int64_t asked_at = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id();
   Coming coming;
-  if (at + stride < all) coming = look_at(sums, partials, at + stride);
   Item item, asked;
-  item.steps = asked.steps = 0;
-  item.token = -1;
-  int step = 0, asked_step = 0;
-  uint32_t in_ring = 0, stage = 0, asked_stage = 0, parity = 0;
+  Sources sources;
+  item.blocks = asked.blocks = 0;
+  if (asked_at < all) coming = look_at(sums, partials, asked_at);
+  const auto left_of = [&](const Item& i) {
+    return (i.is_sum ? sums.c.chunks : partials.c.chunks) - i.block * kBlockChunks - lane_id();
+  };
+  // Goes on to the next block that there is something to do in; false: there is none.
+  const auto advance = [&] {
+    if (asked.blocks > 0) {
+      ++asked.block;
+      if (--asked.blocks > 0) {
+#pragma unroll
+        for (int s = 0; s < kMostSources; ++s) {
+          sources.at[s] += kSteps * (s < asked.slots ? kStepBytes : kPartialStepBytes<Token, kMxfp8>);
+        }
+        return true;
+      }
+    }
+    while (asked_at < all) {
+      open_item<Token, kMxfp8, kStaged>(coming.is_sum ? sums : partials, coming, now, &asked, &sources);
+      const bool values_only = asked.blocks == 0;
+      asked_at += stride;
+      if (asked_at < all) coming = look_at(sums, partials, asked_at);
+      if (!values_only || asked.is_sum) move_values(asked.is_sum ? sums.c : partials.c, now, asked);
+      if (asked.blocks > 0) return true;
+      close_item(asked.is_sum ? sums : partials, asked, now);
+    }
+    return false;
+  };
   while (true) {
-    while (in_ring < stages) {
-      if (asked_step == asked.steps) {
-        if (asked_at != at || at + stride >= all) break;
-        asked_at += stride;
-        asked = open_item<Token, kMxfp8>(coming.is_sum ? sums : partials, coming, now);
-        if (asked_at + stride < all) coming = look_at(sums, partials, asked_at + stride);
-        asked_step = 0;
-        continue;
+    const bool more = advance();
+    if (!more && item.blocks == 0) break;
+    uint8_t* to = item.blocks == 0 ? nullptr : place_of_block<Token, kMxfp8>(item.is_sum ? sums : partials, item, now);
+    const int left = left_of(item), asked_left = left_of(asked);
+#pragma unroll 1
+    for (int k = 0; k < kSteps; ++k) {
+      if (item.blocks > 0) {
+        if constexpr (kStaged) {
+          wait_copies<kSteps - 1>();
+          if (kMxfp8) __syncwarp();  // lanes read what others have copied
+        }
+        sum_step<Token, kMxfp8, kStaged>(sums, partials, now, item, k, left, ring + k * kStageBytes,
+                                         lane_ring + k * kStageBytes, to);
+        if (kStaged && kMxfp8) __syncwarp();
       }
-      if (staged) {
-        fetch_step<Token, kMxfp8, kBulk>(asked.is_sum ? sums : partials, asked, asked_step,
-                                         ring_address + asked_stage * stage_bytes, barrier + asked_stage * 8);
+      if constexpr (kStaged) {
+        if (more) ask_for_step<Token, kMxfp8>(asked, sources, k, asked_left, lane_ring);
+        commit_copies();
       }
-      ++asked_step;
-      ++in_ring;
-      if (++asked_stage == stages) asked_stage = 0;
     }
-    if (step == item.steps) {
-      if (item.token >= 0) close_item(item.is_sum ? sums : partials, item, now);
-      if (asked_at == at) break;  // there is no next one
-      at = asked_at;
-      item = asked;
-      step = 0;
-      if (item.steps > 0 || sums.c.mode == Sums::kLeft) move_values(item.is_sum ? sums.c : partials.c, now, item);
-      continue;
-    }
-    sum_step<Token, kMxfp8>(item.is_sum ? sums : partials, now, item, step,
-                            staged ? ring + stage * stage_bytes : nullptr, barrier + stage * 8, parity);
-    __syncwarp();
-    ++step;
-    --in_ring;
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
+    if (item.blocks == 1) close_item(item.is_sum ? sums : partials, item, now);
+    item = asked;
+    if (!more) item.blocks = 0;
   }
   if (ticket != nullptr && is_last_block(ticket)) meet(meeting);
 }
@@ -618,12 +605,9 @@ Work work_of(DType dtype, const CombineArguments& c, int64_t rows, const LaunchC
   Work w{};
   w.c = c;
   w.partial_bytes = partial_row_bytes(dtype, c.mxfp8, c.chunks);
-  const int32_t steps = (c.chunks + kStepChunks - 1) / kStepChunks;
-  const int32_t longest = env("NVTE_X_STRETCH", kLongStretch);
-  const bool many = rows * steps > int64_t{4} * longest * 24 * context.sms;
-  w.stretches = many ? (steps + longest - 1) / longest : steps;
-  w.steps = (steps + w.stretches - 1) / w.stretches;
-  w.stretches = (steps + w.steps - 1) / w.steps;
+  const int32_t blocks = (c.chunks + kBlockChunks - 1) / kBlockChunks;
+  w.blocks = rows * blocks > int64_t{8} * 16 * context.sms ? env("NVTE_X_STRETCH", 2) : 1;
+  w.stretches = (blocks + w.blocks - 1) / w.blocks;
   w.items = rows * w.stretches;
   w.slot_alignment = alignment_of(c.slots, c.slot_stride);
   w.result_alignment = alignment_of(c.result, c.result_stride);
@@ -663,32 +647,30 @@ Status launch_combine(DType dtype, const CombineArguments* sums, const CombineAr
                    partials != nullptr ? static_cast<int64_t>(m.size - 1) * m.tokens : 0, context);
   if (partials == nullptr) p.c.send_values = false;
   if (s.items + p.items == 0 && partials == nullptr) return Status();
-  const bool staged = s.slot_alignment >= 16 && m.top_k <= kMostStaged;
+  const bool staged = s.slot_alignment >= 16 && s.result_alignment >= 16 && m.top_k <= kMostSources;
   if (sums != nullptr && sums->mode == Sums::kEarly) {
     s.lead = p.items * env("NVTE_X_LEAD", 12) / 64;
     if (!staged) s.items = 0;
   }
-  s.staged = p.staged = staged ? m.top_k : 0;
-  s.stages = p.stages = env("NVTE_X_STAGES", kStages);
   LaunchShape shape;
   shape.threads = kThreads;
   shape.blocks = std::max<int64_t>(1, (s.items + p.items + kWarps - 1) / kWarps);
   shape.bounded = true;
   shape.overlaps = true;
-  shape.shared_bytes = kWarps * s.stages * s.stage_bytes();
+  shape.shared_bytes = staged ? kWarps * kRingBytes : 0;
   uint32_t* const meets = partials != nullptr ? ticket : nullptr;
   LaunchContext resident = context;
   if (env("NVTE_X_PERSIST", 1) && resident.max_sms == 0) resident.max_sms = resident.sms;
   return with_token(dtype, [&](auto token) {
     using Token = decltype(token);
-    const auto launch = [&](auto mxfp8, auto bulk) {
-      return launch_kernel<combine_rows<Token, decltype(mxfp8)::value, decltype(bulk)::value>>(
+    const auto launch = [&](auto mxfp8, auto through_shared) {
+      return launch_kernel<combine_rows<Token, decltype(mxfp8)::value, decltype(through_shared)::value>>(
           "combine", resident, shape, s, p, meeting, meets);
     };
-    const auto with_bulk = [&](auto bulk) {
-      return any.mxfp8 ? launch(std::true_type(), bulk) : launch(std::false_type(), bulk);
+    const auto with_format = [&](auto through_shared) {
+      return any.mxfp8 ? launch(std::true_type(), through_shared) : launch(std::false_type(), through_shared);
     };
-    return env("NVTE_X_BULK", 1) ? with_bulk(std::true_type()) : with_bulk(std::false_type());
+    return staged ? with_format(std::true_type()) : with_format(std::false_type());
   });
 }
 
