@@ -44,10 +44,12 @@ __host__ __device__ constexpr int mxfp8_step_bytes(int elements_per_chunk) {
 struct Work {
   CombineArguments c;
   int64_t partial_bytes;
-  int32_t blocks;     // of an item
-  int32_t stretches;  // items of a row
-  int64_t items;
-  int64_t lead;  // of partial rows, before the first early sums
+  int32_t row_blocks;
+  int32_t blocks;      // of an item
+  uint32_t stretches;  // items of a row
+  uint32_t items;
+  // Of sums beside partial rows: how many of these come before the first, and their share of what follows, of 2^32.
+  uint32_t lead, share;
   int slot_alignment, result_alignment;
 };
 
@@ -129,35 +131,29 @@ __device__ __forceinline__ const uint8_t* partial_row(const Work& w, uint32_t no
   return w.c.pools.to_read<uint8_t>(w.c.outbox, holder, now) + place * w.partial_bytes;
 }
 
-__device__ __forceinline__ uint32_t divide(int64_t a, uint32_t b) {
-  return static_cast<uint32_t>(a >> 32 == 0 ? static_cast<uint32_t>(a) / b : a / b);
-}
-
 // The items of a kernel are the sums of one pass of columns, and evenly among them the partial rows of the next.
-__device__ __forceinline__ Coming look_at(const Work& sums, const Work& partials, int64_t index) {
+__device__ __forceinline__ Coming look_at(const Work& sums, const Work& partials, uint32_t index) {
   Coming item;
   item.is_sum = partials.items == 0;
-  if (sums.items > 0 && partials.items > 0) {
-    const int64_t lead = sums.lead;
-    if (index >= lead) {
-      const int64_t rest = partials.items - lead, all = sums.items + rest;
-      index -= lead;
-      const int64_t before = index * rest / all;
-      item.is_sum = (index + 1) * rest / all == before;
-      index = item.is_sum ? index - before : before + lead;
-    }
+  if (sums.items > 0 && index >= sums.lead) {
+    index -= sums.lead;
+    const uint32_t before = __umulhi(index, sums.share);
+    item.is_sum = __umulhi(index + 1, sums.share) == before;
+    index = item.is_sum ? index - before : before + sums.lead;
   }
   const Work& w = item.is_sum ? sums : partials;
   const RouteMaps& m = w.c.maps;
-  const uint32_t stretches = static_cast<uint32_t>(w.stretches);
-  const uint32_t row = divide(index, stretches);
-  const int32_t stretch = static_cast<int32_t>(index - static_cast<int64_t>(row) * stretches);
-  const uint32_t others = static_cast<uint32_t>(m.size - 1);
-  item.token = static_cast<int32_t>(item.is_sum ? row : row / others);
-  item.other = static_cast<int32_t>(item.is_sum ? 0 : row % others);
-  item.stretch = stretch;
-  item.block = stretch * w.blocks;
-  item.blocks = min(w.blocks, (w.c.chunks + kBlockChunks - 1) / kBlockChunks - item.block);
+  const uint32_t row = index / w.stretches;
+  item.stretch = static_cast<int32_t>(index - row * w.stretches);
+  item.token = static_cast<int32_t>(row);
+  item.other = 0;
+  if (!item.is_sum && m.size > 2) {
+    const uint32_t others = static_cast<uint32_t>(m.size - 1);
+    item.token = static_cast<int32_t>(row / others);
+    item.other = static_cast<int32_t>(row % others);
+  }
+  item.block = item.stretch * w.blocks;
+  item.blocks = min(w.blocks, w.row_blocks - item.block);
   item.slot = lane_id() < m.top_k ? slots_of(m, item.rank(m), item.token)[lane_id()] : -1;
   item.holders = item.is_sum && m.size > 1 ? *holders_of(m, item.token) : 0;
   item.stamp = item.is_sum && w.c.mode == Sums::kLeft ? w.c.early.stamps[index] : 0;
@@ -534,9 +530,9 @@ __global__ void __launch_bounds__(kThreads, NVTE_X_BLOCKS)
   }
   const uint8_t* ring = rings + warp_id() * kRingBytes;
   const uint32_t lane_ring = kStaged ? shared_address(ring) + lane_id() * 16 : 0;
-  const int64_t all = sums.items + partials.items, stride = static_cast<int64_t>(gridDim.x) * kWarps;
+  const uint32_t all = sums.items + partials.items, stride = gridDim.x * kWarps;
   // Items first, first + stride, ..: a block of steps is summed while the next one, of this item or the next, is asked for.
-  int64_t asked_at = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id();
+  uint32_t asked_at = blockIdx.x * kWarps + warp_id();
   Coming coming;
   Item item, asked;
   Sources sources;
@@ -605,10 +601,10 @@ Work work_of(DType dtype, const CombineArguments& c, int64_t rows, const LaunchC
   Work w{};
   w.c = c;
   w.partial_bytes = partial_row_bytes(dtype, c.mxfp8, c.chunks);
-  const int32_t blocks = (c.chunks + kBlockChunks - 1) / kBlockChunks;
-  w.blocks = rows * blocks > int64_t{8} * 16 * context.sms ? env("NVTE_X_STRETCH", 2) : 1;
-  w.stretches = (blocks + w.blocks - 1) / w.blocks;
-  w.items = rows * w.stretches;
+  w.row_blocks = (c.chunks + kBlockChunks - 1) / kBlockChunks;
+  w.blocks = rows * w.row_blocks > int64_t{8} * 16 * context.sms ? env("NVTE_X_STRETCH", 2) : 1;
+  w.stretches = static_cast<uint32_t>((w.row_blocks + w.blocks - 1) / w.blocks);
+  w.items = static_cast<uint32_t>(rows * w.stretches);
   w.slot_alignment = alignment_of(c.slots, c.slot_stride);
   w.result_alignment = alignment_of(c.result, c.result_stride);
   return w;
@@ -649,12 +645,16 @@ Status launch_combine(DType dtype, const CombineArguments* sums, const CombineAr
   if (s.items + p.items == 0 && partials == nullptr) return Status();
   const bool staged = s.slot_alignment >= 16 && s.result_alignment >= 16 && m.top_k <= kMostSources;
   if (sums != nullptr && sums->mode == Sums::kEarly) {
-    s.lead = p.items * env("NVTE_X_LEAD", 12) / 64;
+    s.lead = static_cast<uint32_t>(p.items * int64_t{env("NVTE_X_LEAD", 12)} / 64);
     if (!staged) s.items = 0;
+  }
+  if (s.items > 0 && p.items > 0) {
+    const uint64_t rest = p.items - s.lead, both = rest + s.items;
+    s.share = static_cast<uint32_t>(((rest << 32) + both - 1) / both);
   }
   LaunchShape shape;
   shape.threads = kThreads;
-  shape.blocks = std::max<int64_t>(1, (s.items + p.items + kWarps - 1) / kWarps);
+  shape.blocks = std::max<int64_t>(1, (int64_t{s.items} + p.items + kWarps - 1) / kWarps);
   shape.bounded = true;
   shape.overlaps = true;
   shape.shared_bytes = staged ? kWarps * kRingBytes : 0;
