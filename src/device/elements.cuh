@@ -34,14 +34,25 @@ struct Elements {  // the 16 bytes of one access
   }
   __device__ __forceinline__ void store(uint8_t* to, int alignment) const {
     uint32_t w[4];
+    if constexpr (Token::kBytes == 4) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (std::is_same_v<Token, Bf16Token>) {
-        w[i] = floats_to_bf16x2(x[2 * i], x[2 * i + 1]);
-      } else if constexpr (std::is_same_v<Token, Fp16Token>) {
-        w[i] = floats_to_fp16x2(x[2 * i], x[2 * i + 1]);
+      for (int i = 0; i < 4; ++i) w[i] = float_bits(canonical_nan(x[i]));
+    } else {
+      float any = x[0];  // NaN where one of them is (or where there are infinities of both signs): rare
+#pragma unroll
+      for (int i = 1; i < kCount; ++i) any = add_rn(any, x[i]);
+      if (is_nan(any)) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          w[i] = std::is_same_v<Token, Bf16Token> ? floats_to_bf16x2(x[2 * i], x[2 * i + 1])
+                                                  : floats_to_fp16x2(x[2 * i], x[2 * i + 1]);
+        }
       } else {
-        w[i] = float_bits(canonical_nan(x[i]));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          w[i] = std::is_same_v<Token, Bf16Token> ? bits_of(__floats2bfloat162_rn(x[2 * i], x[2 * i + 1]))
+                                                  : bits_of(__floats2half2_rn(x[2 * i], x[2 * i + 1]));
+        }
       }
     }
     store16(to, make_uint4(w[0], w[1], w[2], w[3]), alignment);

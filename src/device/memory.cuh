@@ -106,6 +106,14 @@ __device__ __forceinline__ uint4 load_shared16(uint32_t from) {
 __device__ __forceinline__ void copy_async16(uint32_t shared_to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_to), "l"(from) : "memory");
 }
+// Without a branch.
+__device__ __forceinline__ void copy_async16_if(bool wanted, uint32_t shared_to, const void* from) {
+  asm volatile(
+      "{\n\t.reg .pred wanted;\n\tsetp.ne.b32 wanted, %2, 0;\n\t"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n\t}" ::"r"(shared_to),
+      "l"(from), "r"(static_cast<int>(wanted))
+      : "memory");
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kGroupsLeft>
 __device__ __forceinline__ void wait_copies() {

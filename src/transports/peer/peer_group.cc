@@ -33,7 +33,6 @@ PoolLayout::PoolLayout(const GroupSettings& s, int32_t size) {
   place(&gradients.area, (size - 1) * choices * 4);
   place(&gradients.given, 4);
   place(&exponents.area, int64_t{s.num_experts} * 4);
-  place(&ready, kReadyChunks * int64_t{size} * 4);
   bytes = at;
 }
 
@@ -52,8 +51,7 @@ Status PeerGroup::open(Communicator* comm) {
   const std::vector<uint8_t*>& pools = memory_->pools();
   NVTE_EP_TRY(pointers_.reserve(backend_, size * int64_t{8}));
   NVTE_EP_TRY(backend_->upload(pointers_.as<void>(), pools.data(), size * int64_t{8}, nullptr));
-  NVTE_EP_TRY(words_.reserve(
-      backend_, (2 + kReadyChunks + settings_.max_tokens_per_rank * most_stretches(settings_.hidden * 4)) * 4));
+  NVTE_EP_TRY(words_.reserve(backend_, 2 * 4));
   pools_.base = pointers_.as<uint8_t*>();
   pools_.own = memory_->own_pool();
   pools_.rank = comm->rank();

@@ -9,7 +9,6 @@
 
 #include "transports/device_buffer.h"
 #include "transports/device_group.h"
-#include "transports/peer/combine.h"
 #include "transports/peer/dispatch.h"
 #include "transports/peer/peer_kernels.h"
 #include "transports/peer/peer_memory.h"
@@ -24,7 +23,6 @@ struct PoolLayout {
   TravellingValues weights;    // with dispatch
   TravellingValues gradients;  // of weights, with dispatch_backward
   TravellingExponents exponents;
-  Area ready;  // of combine: partial rows that can be read already
   int64_t bytes = 0;
 
   PoolLayout() = default;
@@ -57,14 +55,6 @@ class PeerGroup : public DeviceRanks {
     return meeting;
   }
   uint32_t* ticket() const { return words_.as<uint32_t>(); }
-  EarlySums early_sums() const {
-    EarlySums early;
-    early.ready = layout_.ready;
-    early.counters = words_.as<uint32_t>() + 2;
-    early.stamps = early.counters + kReadyChunks;
-    early.chunk_tokens = static_cast<int32_t>((settings_.max_tokens_per_rank + kReadyChunks - 1) / kReadyChunks);
-    return early;
-  }
   // Runs function(launch context of the stream) on the group's device.
   template <typename Function>
   Status launch(nvte_ep_stream_t stream, const Function& function) const {

@@ -220,39 +220,24 @@ class PeerHandle : public HandleTransport {
     a.own_value_stride = call.scalars.stride;
     a.counters = counters_;
     a.report = report_.memory();
-    a.early = group_->early_sums();
-    const int32_t all = static_cast<int32_t>(member_->settings.hidden * dtype_bytes(dtype) / 16);
-    int32_t pass = chunks_of_a_pass(dtype, a.mxfp8, all);
-    const auto set_pass = [&](CombineArguments* args, int32_t first) {
-      args->first_chunk = first;
-      args->chunks = std::min(pass, all - first);
-      args->send_values = call.backward && first == 0;
-      args->own_values = first == 0 ? static_cast<float*>(call.scalars.data) : nullptr;
-    };
-    const Meeting meeting = group_->meeting(signature_of(
+    a.send_values = call.backward;
+    a.own_values = static_cast<float*>(call.scalars.data);
+    a.ticket = group_->ticket();
+    a.meeting = group_->meeting(signature_of(
         call.backward ? PeerCall::kDispatchBackward : PeerCall::kCombine, settings_.id, dtype));
+    const int32_t all = static_cast<int32_t>(member_->settings.hidden * dtype_bytes(dtype) / 16);
+    const int32_t pass = maps_.size == 1 ? all : chunks_of_a_pass(dtype, a.mxfp8, all);
+    const auto columns_from = [&](int32_t first) {
+      Columns columns;
+      columns.first_chunk = first;
+      columns.chunks = std::max(0, std::min(pass, all - first));
+      return columns;
+    };
     return group_->launch(stream, [&](const LaunchContext& c) {
-      const auto launch = [&](const CombineArguments* sums, const CombineArguments* partials) {
-        return launch_combine(dtype, sums, partials, meeting, group_->ticket(), c);
-      };
-      if (getenv("NVTE_X_EARLY") && atoi(getenv("NVTE_X_EARLY")) && maps_.size > 1) {
-        pass = all;
-        set_pass(&a, 0);
-        CombineArguments sums = a;
-        sums.mode = Sums::kEarly;
-        a.mode = Sums::kEarly;
-        NVTE_EP_TRY(launch(&sums, &a));
-        sums.mode = Sums::kLeft;
-        return launch(&sums, nullptr);
-      }
-      CombineArguments next = a;
-      set_pass(&next, 0);
-      if (maps_.size > 1) NVTE_EP_TRY(launch(nullptr, &next));
+      if (maps_.size > 1) NVTE_EP_TRY(launch_combine(dtype, a, Columns(), columns_from(0), c));
       for (int32_t first = 0; first < all; first += pass) {
-        a = next;
-        const bool is_last = first + pass >= all;
-        if (!is_last) set_pass(&next, first + pass);
-        NVTE_EP_TRY(launch(&a, is_last ? nullptr : &next));
+        const Columns next = maps_.size > 1 ? columns_from(first + pass) : Columns();
+        NVTE_EP_TRY(launch_combine(dtype, a, columns_from(first), next, c));
       }
       return Status();
     });
