@@ -24,7 +24,7 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kStageBytes = kMostSources * kStepBytes;  // of a step
 constexpr int kRingBytes = kSteps * kStageBytes;        // of a warp
 constexpr int kSlotsInFlight = 4;                       // of those that do not go through shared memory
-constexpr int64_t kItemsOfAWarp = 8;                    // where there are many rows: long items, but even shares
+constexpr int64_t kItemsOfAWarp = 8;  // where there are many rows: long items, but even shares
 
 template <typename Token>
 __device__ __forceinline__ void add(const Elements<Token>& e, Elements<Token>* sum) {
@@ -93,13 +93,15 @@ __device__ __forceinline__ uint8_t* place_of(const Work& w, const Place& item, u
     return c.result + item.token * c.result_stride +
            (w.sums.columns.first_chunk + static_cast<int64_t>(item.block) * kBlockChunks + lane_id()) * 16;
   }
-  const int64_t row = static_cast<int64_t>(place_among_others(item.rank, c.maps.rank)) * c.maps.tokens + item.token;
+  const int64_t row =
+      static_cast<int64_t>(place_among_others(item.rank, c.maps.rank)) * c.maps.tokens + item.token;
   return c.pools.to_write<uint8_t>(c.outbox, now) + row * w.partials.partial_bytes +
          static_cast<int64_t>(item.block) * kSteps * kPartialStepBytes<Token, kMxfp8>;
 }
 
 template <typename Token>
-__device__ __forceinline__ void store_sum(const Work& w, Elements<Token> sum, uint8_t* to, int alignment, bool live) {
+__device__ __forceinline__ void store_sum(const Work& w, Elements<Token> sum, uint8_t* to, int alignment,
+                                          bool live) {
   if (!live) return;
   if (w.c.accumulate) {
     Elements<Token> total;
@@ -119,7 +121,8 @@ __device__ __forceinline__ void ask_for_step(const Item& item, const Sources& so
   constexpr int kPartialStep = kPartialStepBytes<Token, kMxfp8>;
   const bool live = k * kStepChunks < left;
   // A step of a partial row in MXFP8 is shorter, and as long at the row's end.
-  const bool partial_live = kMxfp8 ? lane_id() * 16 < kPartialStep && k * kStepChunks < left + lane_id() : live;
+  const bool partial_live =
+      kMxfp8 ? lane_id() * 16 < kPartialStep && k * kStepChunks < left + lane_id() : live;
 #pragma unroll
   for (int s = 0; s < kMostSources; ++s) {
     if (s >= item.sources) break;
@@ -326,7 +329,8 @@ __global__ void __launch_bounds__(kThreads) combine_rows_unstaged(const __grid_c
       uint8_t* to = place_of<Token, kMxfp8>(w, item, now);
       for (int k = 0; k < kSteps; ++k) {
         const bool live = k * kStepChunks < chunks_left(w, item);
-        const int64_t chunk = first_chunk + static_cast<int64_t>(item.block) * kBlockChunks + k * kStepChunks + lane_id();
+        const int64_t chunk =
+            first_chunk + static_cast<int64_t>(item.block) * kBlockChunks + k * kStepChunks + lane_id();
         Elements<Token> own;
         clear(&own);
         for (int first = 0; first < m.top_k; first += kWarp) {
@@ -357,8 +361,9 @@ Pass pass_of(DType dtype, bool mxfp8, const Columns& columns, int64_t rows, int6
   if (columns.chunks == 0 || rows == 0) return p;
   p.columns = columns;
   p.row_blocks = (columns.chunks + kBlockChunks - 1) / kBlockChunks;
-  p.blocks = static_cast<int32_t>(
-      std::max<int64_t>(1, std::min<int64_t>(p.row_blocks, rows * p.row_blocks / (warps * env("NVTE_X_ITEMS", kItemsOfAWarp)))));
+  p.blocks = static_cast<int32_t>(std::max<int64_t>(
+      1,
+      std::min<int64_t>(p.row_blocks, rows * p.row_blocks / (warps * env("NVTE_X_ITEMS", kItemsOfAWarp)))));
   p.stretches = static_cast<uint32_t>((p.row_blocks + p.blocks - 1) / p.blocks);
   p.items = static_cast<uint32_t>(rows * p.stretches);
   p.partial_bytes = partial_row_bytes(dtype, mxfp8, columns.chunks);
@@ -395,7 +400,8 @@ Status launch_combine(DType dtype, const CombineArguments& c, const Columns& sum
   w.partials = pass_of(dtype, c.mxfp8, partials, static_cast<int64_t>(m.size - 1) * m.tokens, warps);
   const uint64_t items = uint64_t{w.sums.items} + w.partials.items;
   if (items == 0) return Status();
-  if (w.sums.items > 0) w.share = static_cast<uint32_t>(((uint64_t{w.partials.items} << 32) + items - 1) / items);
+  if (w.sums.items > 0)
+    w.share = static_cast<uint32_t>(((uint64_t{w.partials.items} << 32) + items - 1) / items);
   w.slot_alignment = alignment_of(c.slots, c.slot_stride);
   w.result_alignment = alignment_of(c.result, c.result_stride);
   const bool staged = w.slot_alignment >= 16 && w.result_alignment >= 16 && m.top_k <= kMostSources;

@@ -19,8 +19,7 @@ constexpr int kMostSources = 8;  // of a token, that go through shared memory
 
 // A step of a partial row in MXFP8: codes | scales.
 __host__ __device__ constexpr int mxfp8_step_bytes(int elements_per_chunk) {
-  return kStepChunks * elements_per_chunk +
-         (kStepChunks * elements_per_chunk / Mxfp8::kBlock + 15) / 16 * 16;
+  return kStepChunks * elements_per_chunk + (kStepChunks * elements_per_chunk / Mxfp8::kBlock + 15) / 16 * 16;
 }
 template <typename Token, bool kMxfp8>
 constexpr int kPartialStepBytes = kMxfp8 ? mxfp8_step_bytes(device::Elements<Token>::kCount) : kStepBytes;
@@ -36,8 +35,8 @@ struct Pass {
 };
 struct Work {
   CombineArguments c;
-  Pass sums;      // of this rank's tokens
-  Pass partials;  // rows of other ranks' tokens
+  Pass sums;       // of this rank's tokens
+  Pass partials;   // rows of other ranks' tokens
   uint32_t share;  // of the partial rows among all items, of 2^32
   int slot_alignment, result_alignment;
 
@@ -45,10 +44,11 @@ struct Work {
 };
 
 struct Place {
-  bool is_sum;    // else a partial row
-  int32_t rank;   // whose token it is
+  bool is_sum;   // else a partial row
+  int32_t rank;  // whose token it is
   int32_t token;
-  int32_t block, blocks;  // the next block of the row, and how many from it on; none: the token has no slot here
+  int32_t block,
+      blocks;  // the next block of the row, and how many from it on; none: the token has no slot here
 
   __device__ __forceinline__ bool begins_row() const { return block == 0; }
 };

@@ -28,7 +28,8 @@ __device__ __forceinline__ int64_t now_ns() {
 }
 
 // What went wrong in a meeting, told to the host by the thread that finds it first.
-__device__ __forceinline__ bool report_failure(const Meeting& m, int* reported, int32_t status, int32_t rank) {
+__device__ __forceinline__ bool report_failure(const Meeting& m, int* reported, int32_t status,
+                                               int32_t rank) {
   if (atomicExch(reported, 1) != 0) return false;
   volatile MeetingReport* report = m.report;
   report->rank = rank;
@@ -50,10 +51,13 @@ __device__ __forceinline__ bool wait_for(const Meeting& m, int32_t peer, uint32_
     const int32_t ended = *static_cast<volatile const int32_t*>(m.ended);
     const bool late = now_ns() - start > m.timeout_ns;
     if (ended == 0 && !late) continue;
-    const auto arrivals = [&](int32_t at, int32_t of) { return meeting_of(load_acquire(&m.arrivals[at][of])); };
+    const auto arrivals = [&](int32_t at, int32_t of) {
+      return meeting_of(load_acquire(&m.arrivals[at][of]));
+    };
     const int32_t rank = ended != 0 ? ended - 1 : blamed(m.rank, m.size, peer, epoch, arrivals);
     const int32_t status = ended != 0 ? NVTE_EP_STATUS_PEER_FAILED : NVTE_EP_STATUS_TIMEOUT;
-    if (report_failure(m, reported, status, rank) && ended == 0) {  // the others need not find out for themselves
+    if (report_failure(m, reported, status, rank) &&
+        ended == 0) {  // the others need not find out for themselves
       for (int32_t r = 0; r < m.size; ++r) *static_cast<volatile int32_t*>(m.ended_words[r]) = rank + 1;
     }
     return false;
