@@ -122,6 +122,7 @@ class PeerHandle : public HandleTransport {
     a.counters = counters_;
     a.told = told_;
     a.report = report_.memory();
+    a.reported = report_.reported();
     NVTE_EP_TRY(group_->launch(stream, [&](const LaunchContext& c) { return launch_prepare(a, c); }));
     slots_ = member_->settings.recv_capacity;
     if (eager) NVTE_EP_TRY(learn_slots(call, stream));

@@ -237,8 +237,12 @@ __device__ __forceinline__ void count_and_tell(const PrepareArguments& a, int64_
   if (i >= 4) return;
   int64_t count = a.counters[i];
   const int64_t told = a.told[i];
+  const int64_t dropped_before = __shfl_sync(0xF, count, 2);
   if (i == 2) a.counters[2] = count += dropped;
-  if (i == 3) a.counters[3] = count = max(count, needed);
+  if (i == 3 && dropped > 0) {
+    const int64_t reported = *static_cast<const volatile int64_t*>(a.reported);
+    a.counters[3] = count = largest_need(needed, count, dropped_before, reported);
+  }
   volatile int64_t* report = a.report;
   const bool is_new = count != told;
   if (is_new) a.told[i] = count;
