@@ -19,11 +19,11 @@ using namespace nvte_ep::device;  // NOLINT
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocksOfASm = 4;
+constexpr int kBlocksOfASm = 4;                         // registers allow no more
 constexpr int kStageBytes = kMostSources * kStepBytes;  // of a step
 constexpr int kRingBytes = kSteps * kStageBytes;        // of a warp
 constexpr int kSlotsInFlight = 4;                       // of those that do not go through shared memory
-constexpr int64_t kItemsOfAWarp = 8;  // where there are many rows: long items, but even shares
+constexpr int64_t kItemsOfAWarp = 8;                    // at least, where there are many rows
 
 template <typename Token>
 __device__ __forceinline__ void add(const Elements<Token>& e, Elements<Token>* sum) {
@@ -45,7 +45,7 @@ __device__ __forceinline__ int chunks_left(const Work& w, const Place& item) {
 
 // ---- partial rows -----------------------------------------------------------------------------------------------------
 
-// The lane's chunk of a step. step: where it begins; at: where the lane's 16 bytes are.
+// The lane's chunk of a step, in shared memory or at its holder.
 template <typename Token, bool kMxfp8>
 __device__ __forceinline__ Elements<Token> load_partial(const uint8_t* step) {
   constexpr int kCount = Elements<Token>::kCount;
