@@ -16,6 +16,13 @@ inline int alignment_of(const void* base, Strides... strides) {
   return static_cast<int>(bits & (~bits + 1));
 }
 
+// A pointer of which the compiler cannot see where it points: to global memory.
+template <typename T>
+__device__ __forceinline__ T* in_global(T* p) {
+  __builtin_assume(__isGlobal(p));
+  return p;
+}
+
 // bytes of 16 (0 to 16, a multiple of alignment or of 1 byte) between memory of which alignment is known; the
 // rest is zero.
 __device__ __forceinline__ uint4 load16(const void* from, int alignment, int bytes = 16) {
