@@ -24,6 +24,7 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kDepth = 4;  // chunks of a piece that a lane holds
 constexpr int kPieceChunks = kDepth * kWarp;
 constexpr int kMostPublishBlocks = 1024;
+constexpr int64_t kFewRows = 1024;  // of all ranks
 
 __device__ __forceinline__ uint4 load_once(const void* from) {
   return __ldcs(static_cast<const uint4*>(from));
@@ -166,12 +167,13 @@ __device__ __forceinline__ void deliver_piece(const DeliverArguments& a, uint32_
   if (holds == 0) return;
 
   const uint8_t* row = row_of(a.pools, a.rows, rank, token, now);
-  const int first = piece * kPieceChunks + lane;
+  const int first = piece * a.piece_chunks + lane;
+  const int end = min((piece + 1) * a.piece_chunks, a.chunks);
   uint4 v[kDepth];
   if (a.out != nullptr) {
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
-      if (first + d * kWarp >= a.chunks) continue;
+      if (first + d * kWarp >= end) continue;
       Form form(a, row);
       form.fetch(first + d * kWarp);
       v[d] = form.bytes();
@@ -194,7 +196,7 @@ __device__ __forceinline__ void deliver_piece(const DeliverArguments& a, uint32_
       uint8_t* out = a.out + slot * a.out_stride;
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
-        if (first + d * kWarp < a.chunks) store_once(out + (first + d * kWarp) * int64_t{16}, v[d]);
+        if (first + d * kWarp < end) store_once(out + (first + d * kWarp) * int64_t{16}, v[d]);
       }
     }
   }
@@ -216,23 +218,30 @@ __device__ __forceinline__ void clear_pad(const DeliverArguments& a, int64_t ite
   }
 }
 
-// The second-level exponent of an expert, and its publication.
-__device__ __forceinline__ uint8_t expert_exponent(const DeliverArguments& a, uint32_t now, int32_t e,
+// An exponent as it is published and compared: from kMinExponent up, and one more; 0: none.
+__device__ __forceinline__ uint32_t exponent_of(float token_scale) {
+  int k;
+  const bool live = Nvfp4::classify(token_scale, &k) == Nvfp4::ScaleKind::kLive;
+  return live ? static_cast<uint32_t>(k - Nvfp4::kMinExponent + 1) : 0u;
+}
+__device__ __forceinline__ uint32_t published_exponent(const DeliverArguments& a, uint32_t now, int32_t e) {
+  uint32_t largest = 0;
+  for (int32_t r = 0; r < a.maps.size; ++r) {
+    const uint32_t* theirs = a.pools.to_read<uint32_t>(a.exponents.area, r, now);
+    largest = max(largest, theirs[a.maps.rank * a.maps.local_experts() + e]);
+  }
+  return largest;
+}
+
+// The second-level exponent of an expert, and its publication. largest: of its rows.
+__device__ __forceinline__ uint8_t expert_exponent(const DeliverArguments& a, int32_t e, uint32_t largest,
                                                    bool publishes) {
   const OperandScales& o = a.operand;
-  bool live = false, illegal = false;
-  int k = Nvfp4::kMinExponent;
+  bool live = largest > 0, illegal = false;
+  int k = live ? static_cast<int>(largest) + Nvfp4::kMinExponent - 1 : Nvfp4::kMinExponent;
   if (o.fixed_expert_scale != nullptr) {
     live = a.maps.rows_per_expert[e] > 0;
     illegal = Nvfp4::classify(o.fixed_expert_scale[e], &k) != Nvfp4::ScaleKind::kLive;
-  } else {
-    uint32_t largest = 0;
-    for (int32_t r = 0; r < a.maps.size; ++r) {
-      const uint32_t* theirs = a.pools.to_read<uint32_t>(a.exponents.area, r, now);
-      largest = max(largest, theirs[a.maps.rank * a.maps.local_experts() + e]);
-    }
-    live = largest > 0;
-    if (live) k = static_cast<int>(largest) + Nvfp4::kMinExponent - 1;
   }
   if (publishes) {
     if (illegal) report(o.findings, NVTE_EP_FINDING_EXPERT_SCALE);
@@ -246,13 +255,14 @@ __device__ __forceinline__ uint8_t expert_exponent(const DeliverArguments& a, ui
   return illegal ? kIllegalExponent : static_cast<uint8_t>(k - Nvfp4::kMinExponent);
 }
 
-// A block: the scales of a band of 128 rows of a slab, requantised (NVFP4) and put into tiles.
+// A block: a part of the scales of a band of 128 rows of a slab, requantised (NVFP4) and put into tiles.
 template <typename Format>
-__device__ __forceinline__ void make_band(const DeliverArguments& a, uint32_t now, int64_t tile) {
+__device__ __forceinline__ void make_band(const DeliverArguments& a, uint32_t now, int64_t tile, int part) {
   constexpr bool kNvfp4 = std::is_same_v<Format, Nvfp4>;
   __shared__ const uint8_t* scales_of[kScaleTileRows];  // null: padding
   __shared__ RowRescale rescale[kScaleTileRows];
   __shared__ uint8_t exponent;
+  __shared__ uint32_t exchange[kMaxWarps];
   const RouteMaps& m = a.maps;
   const OperandScales& o = a.operand;
   // The slab: every warp looks for it.
@@ -270,26 +280,43 @@ __device__ __forceinline__ void make_band(const DeliverArguments& a, uint32_t no
   const int rows = static_cast<int>(min(m.rows_per_expert[expert] - band * kScaleTileRows, kScaleTileRows));
   // The exponent by the last warp, the rows by the first four, side by side.
   const int row_here = static_cast<int>(threadIdx.x);
+  const auto row_in = [&](int64_t slot) -> const uint8_t* {
+    const int64_t source = m.slot_source[slot];
+    if (source < 0) return nullptr;
+    return row_of(a.pools, a.rows, static_cast<int32_t>(source >> 32), source & 0xFFFFFFFF, now);
+  };
   float token_scale = 0.0f;
   if (row_here < rows) {
-    const int64_t source = m.slot_source[first_slot + row_here];
-    const uint8_t* row =
-        source < 0 ? nullptr
-                   : row_of(a.pools, a.rows, static_cast<int32_t>(source >> 32), source & 0xFFFFFFFF, now);
+    const uint8_t* row = row_in(first_slot + row_here);
     scales_of[row_here] = row == nullptr ? nullptr : row + o.layout.payload_bytes;
     if (kNvfp4 && row != nullptr) {
       token_scale = *reinterpret_cast<const float*>(row + o.layout.token_scale_offset);
     }
   }
   if constexpr (kNvfp4) {
-    if (threadIdx.x == kThreads - 1) exponent = expert_exponent(a, now, expert, false);
+    if (a.exponents_travel) {
+      if (threadIdx.x == kThreads - 1) {
+        exponent = expert_exponent(a, expert, published_exponent(a, now, expert), false);
+      }
+    } else {
+      uint32_t largest = exponent_of(token_scale);
+      for (int64_t i = threadIdx.x; i < m.tokens_per_expert[expert]; i += kThreads) {
+        if (i / kScaleTileRows == band) continue;
+        const uint8_t* row = row_in(m.row_offsets[expert] + i);
+        largest =
+            max(largest, exponent_of(*reinterpret_cast<const float*>(row + o.layout.token_scale_offset)));
+      }
+      largest = block_max(largest, kWarps, exchange);
+      if (threadIdx.x == 0) exponent = expert_exponent(a, expert, largest, band == 0 && part == 0);
+    }
     __syncthreads();
+    if (o.scales == nullptr) return;
     if (row_here < rows) rescale[row_here] = RowRescale(token_scale, exponent);
   }
   __syncthreads();
   bool misfit = false;
   const int64_t pieces = (o.columns + kPatchColumns - 1) / kPatchColumns;
-  for (int64_t i = warp_id(); i < pieces * kPatchesPerTile; i += kWarps) {
+  for (int64_t i = part * kWarps + warp_id(); i < pieces * kPatchesPerTile; i += a.band_parts * kWarps) {
     const int patch = static_cast<int>(i % kPatchesPerTile);
     const int64_t column = patch_column(i / kPatchesPerTile * kPatchColumns);
     if (column >= o.columns) continue;
@@ -370,8 +397,13 @@ __global__ void __launch_bounds__(kThreads, 4) deliver(const DeliverArguments a)
   if (a.out_weights != nullptr) read_gifts(a, now, gives);
   if constexpr (std::is_same_v<Scales, Nvfp4>) {
     if (blockIdx.x == 0) {
+      // Where exponents do not travel, the blocks of the bands publish those of experts that have some.
       for (int32_t e = static_cast<int32_t>(threadIdx.x); e < a.maps.local_experts(); e += kThreads) {
-        expert_exponent(a, now, e, true);
+        if (a.exponents_travel) {
+          expert_exponent(a, e, published_exponent(a, now, e), true);
+        } else if (a.maps.rows_per_expert[e] == 0) {
+          expert_exponent(a, e, 0, true);
+        }
       }
     }
   }
@@ -379,7 +411,7 @@ __global__ void __launch_bounds__(kThreads, 4) deliver(const DeliverArguments a)
     const int64_t item = (block - a.band_blocks) * kWarps + warp_id();
     if (block < a.band_blocks) {  // first: they wait for memory, and the others fill the time
       if constexpr (!std::is_same_v<Scales, NoScales>) {
-        make_band<Scales>(a, now, block);
+        make_band<Scales>(a, now, block / a.band_parts, static_cast<int>(block % a.band_parts));
         __syncthreads();
       }
     } else if (block - a.band_blocks < a.copy_blocks) {
@@ -394,8 +426,14 @@ template <typename Form, typename Scales>
 Status launch(DeliverArguments a, const LaunchContext& context) {
   const RouteMaps& m = a.maps;
   const bool moves = a.out != nullptr || a.out_weights != nullptr;
-  a.pieces = a.out == nullptr ? 1 : static_cast<int32_t>((a.chunks + kPieceChunks - 1) / kPieceChunks);
-  a.band_blocks = std::is_same_v<Scales, NoScales> || a.operand.scales == nullptr ? 0 : a.operand.bands;
+  // Of few rows small pieces, so that all multiprocessors have some.
+  const bool few = few_rows(m);
+  a.piece_chunks = few ? kWarp : kPieceChunks;
+  a.band_parts = few ? kPatchesPerTile : 1;
+  a.pieces = a.out == nullptr ? 1 : static_cast<int32_t>((a.chunks + a.piece_chunks - 1) / a.piece_chunks);
+  const bool bands = !std::is_same_v<Scales, NoScales> &&
+                     (a.operand.scales != nullptr || (std::is_same_v<Scales, Nvfp4> && !a.exponents_travel));
+  a.band_blocks = bands ? a.operand.bands * a.band_parts : 0;
   a.copy_blocks = moves ? (static_cast<int64_t>(m.tokens) * m.size * a.pieces + kWarps - 1) / kWarps : 0;
   const int64_t pads = moves ? m.local_experts() * (m.alignment - 1) : 0;
   a.blocks = a.band_blocks + a.copy_blocks + (pads + kWarps - 1) / kWarps;
@@ -421,6 +459,8 @@ Status launch_decoded(DType dtype, const DeliverArguments& a, const LaunchContex
 }
 
 }  // namespace
+
+bool few_rows(const RouteMaps& m) { return static_cast<int64_t>(m.size) * m.tokens <= kFewRows; }
 
 Status launch_publish(const PublishArguments& arguments, const LaunchContext& context) {
   PublishArguments a = arguments;

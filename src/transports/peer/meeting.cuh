@@ -15,38 +15,84 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* where) {
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(where) : "memory");
   return value;
 }
+// A value and the number of the meeting that it belongs to, in one piece: who reads the number has the value.
+__device__ __forceinline__ void store_numbered(uint64_t* where, uint32_t number, uint32_t value) {
+  const uint64_t both = static_cast<uint64_t>(number) << 32 | value;
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(where), "l"(both) : "memory");
+}
+__device__ __forceinline__ uint64_t load_numbered(const uint64_t* where) {
+  uint64_t both;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(both) : "l"(where) : "memory");
+  return both;
+}
 __device__ __forceinline__ int64_t now_ns() {
   uint64_t t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
   return static_cast<int64_t>(t);
 }
 
-// Waits until the peer has come to the meeting, the time-out at most. False: it did not, or the group has ended. Memory of the
-// host is looked at now and then only: it is far away.
+// One thread's patience with a peer, for a thread that looks at memory again and again. Memory of the host is looked at now and
+// then only: it is far away.
+class Patience {
+ public:
+  // True when it is at an end: the peer is late, or the group has ended. reported: of the block, 0 at first.
+  __device__ __forceinline__ bool is_over(const Meeting& m, int32_t peer, uint32_t epoch, int* reported) {
+    return ++looks_ % 64 == 0 && gives_up(m, peer, epoch, reported);
+  }
+
+ private:
+  __device__ __forceinline__ bool gives_up(const Meeting& m, int32_t peer, uint32_t epoch, int* reported) {
+    if (start_ == 0) start_ = now_ns();
+    const int32_t ended = *static_cast<volatile const int32_t*>(m.ended);
+    const bool late = now_ns() - start_ > m.timeout_ns;
+    if (ended == 0 && !late) return false;
+    if (atomicExch(reported, 1) != 0) return true;
+    volatile MeetingReport* report = m.report;
+    const auto arrivals = [&](int32_t at, int32_t of) { return load_acquire(&m.arrivals[at][of]); };
+    const int32_t rank = ended != 0 ? ended - 1 : blamed(m.rank, m.size, peer, epoch, arrivals);
+    report->rank = rank;
+    __threadfence_system();
+    report->status = ended != 0 ? NVTE_EP_STATUS_PEER_FAILED : NVTE_EP_STATUS_TIMEOUT;
+    *m.failed = 1;
+    if (ended == 0) {  // the others need not find out for themselves
+      for (int32_t r = 0; r < m.size; ++r) *static_cast<volatile int32_t*>(m.ended_words[r]) = rank + 1;
+    }
+    return true;
+  }
+
+  int looks_ = 0;
+  int64_t start_ = 0;
+};
+
+// Waits until the peer has come to the meeting, the time-out at most. False: it did not, or the group has ended.
 __device__ __forceinline__ bool wait_for(const Meeting& m, int32_t peer, uint32_t epoch, int* reported) {
   const uint32_t* arrival = &m.arrivals[m.rank][peer];
-  int64_t start = 0;
-  for (int spin = 0; is_missing(load_acquire(arrival), epoch); ++spin) {
-    if (spin % 64 != 63) continue;
-    if (start == 0) start = now_ns();
-    const int32_t ended = *static_cast<volatile const int32_t*>(m.ended);
-    const bool late = now_ns() - start > m.timeout_ns;
-    if (ended == 0 && !late) continue;
-    if (atomicExch(reported, 1) == 0) {
-      volatile MeetingReport* report = m.report;
-      const auto arrivals = [&](int32_t at, int32_t of) { return load_acquire(&m.arrivals[at][of]); };
-      const int32_t rank = ended != 0 ? ended - 1 : blamed(m.rank, m.size, peer, epoch, arrivals);
-      report->rank = rank;
-      __threadfence_system();
-      report->status = ended != 0 ? NVTE_EP_STATUS_PEER_FAILED : NVTE_EP_STATUS_TIMEOUT;
-      *m.failed = 1;
-      if (ended == 0) {  // the others need not find out for themselves
-        for (int32_t r = 0; r < m.size; ++r) *static_cast<volatile int32_t*>(m.ended_words[r]) = rank + 1;
-      }
-    }
-    return false;
+  Patience patience;
+  while (is_missing(load_acquire(arrival), epoch)) {
+    if (patience.is_over(m, peer, epoch, reported)) return false;
   }
   return true;
+}
+
+// The number of a meeting at every peer, for who looks for the one to blame: where data comes with the number, nobody waits
+// for this.
+__device__ __forceinline__ void tell_arrival(const Meeting& m, uint32_t epoch) {
+  const int32_t threads = static_cast<int32_t>(blockDim.x);
+#pragma unroll 1
+  for (int32_t peer = static_cast<int32_t>(threadIdx.x); peer < m.size; peer += threads) {
+    if (peer != m.rank) *static_cast<volatile uint32_t*>(&m.arrivals[peer][m.rank]) = epoch;
+  }
+}
+
+// After a meeting: maxima are gathered with atomics, from zero, in the copy that the next exchange writes, which no peer reads
+// any more. epoch: meetings so far, this one included.
+__device__ __forceinline__ void clear_maxima(const Meeting& m, uint32_t epoch) {
+  uint32_t* maxima = m.maxima + (epoch & 1u) * m.maxima_distance;
+#pragma unroll 1
+  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < m.num_maxima;
+       i += static_cast<int32_t>(blockDim.x)) {
+    maxima[i] = 0;
+  }
 }
 
 // Comes to the next meeting and waits for all. What the block's threads wrote before, and what they know to be written, is
@@ -71,12 +117,7 @@ __device__ __forceinline__ void meet(const Meeting& m) {
       if (peer != m.rank && !wait_for(m, peer, epoch, &reported)) break;
     }
   }
-  // Maxima are gathered with atomics, from zero: the copy that the next exchange writes, which no peer reads any more.
-  uint32_t* maxima = m.maxima + (epoch & 1u) * m.maxima_distance;
-  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < m.num_maxima;
-       i += static_cast<int32_t>(blockDim.x)) {
-    maxima[i] = 0;
-  }
+  clear_maxima(m, epoch);
   __syncthreads();
   if (threadIdx.x == 0) *m.epoch = epoch;
   __syncthreads();

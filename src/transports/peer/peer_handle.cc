@@ -100,6 +100,7 @@ class PeerHandle : public HandleTransport {
     a.meeting = group_->meeting();
     a.indices = pool.indices;
     a.histograms = pool.histograms;
+    a.inbox = pool.inbox;
     a.maps = maps_;
     a.topk_idx = call.topk_idx.data;
     a.is_int64 = call.topk_idx.dtype == DType::kInt64;
@@ -236,7 +237,7 @@ class PeerHandle : public HandleTransport {
         CombineArguments next = a;
         const bool is_last = first + pass >= all;
         if (!is_last) set_pass(&next, first + pass);
-        NVTE_EP_TRY(launch_meet(group_->meeting(), c));
+        if (maps_.size > 1) NVTE_EP_TRY(launch_meet(group_->meeting(), c));
         NVTE_EP_TRY(launch_sum_rows(dtype, a, is_last ? nullptr : &next, c));
       }
       return Status();
@@ -281,8 +282,13 @@ class PeerHandle : public HandleTransport {
     if (tokens_ == 0) return Status();
     RowsView packed = packed_rows(format, group_->pools().own + rows->outbox.offset, layout.row_bytes,
                                   tokens_, member_->settings.hidden);
-    packed.flip = group_->pools().epoch;
-    packed.flip_bytes = rows->outbox.distance();
+    if (maps_.size == 1) {  // nobody else looks, and there may be no meeting
+      rows->own = packed.payload;
+      rows->own_stride = layout.row_bytes;
+    } else {
+      packed.flip = group_->pools().epoch;
+      packed.flip_bytes = rows->outbox.distance();
+    }
     Backend* backend = member_->backend;
     return call.is_apart ? backend->assemble(format, call.apart, packed, call.options, stream)
                          : backend->quantize(format, call.tokens, packed, call.options, stream);
@@ -304,7 +310,8 @@ class PeerHandle : public HandleTransport {
     a.gives_weights = call.gives_weights || tokens_ == 0;
     a.exponents = group_->layout().exponents;
     // Whatever this rank wants of its slots, a peer may want an operand.
-    a.send_exponents = format == NVTE_EP_FORMAT_NVFP4 && (by_bands || maps_.size > 1);
+    a.send_exponents = format == NVTE_EP_FORMAT_NVFP4 && !few_rows(maps_) && (by_bands || maps_.size > 1);
+    if (maps_.size == 1 && !a.send_exponents) return Status();  // nobody to tell, nothing to wait for
     a.token_scale_offset = layout.token_scale_offset;
     a.ticket = group_->ticket();
     return group_->launch(stream, [&](const LaunchContext& c) { return launch_publish(a, c); });
@@ -334,6 +341,7 @@ class PeerHandle : public HandleTransport {
     a->out_stride = layout.payload_bytes;
     a->chunks = static_cast<int32_t>(layout.payload_bytes / 16);
     a->exponents = group_->layout().exponents;
+    a->exponents_travel = !few_rows(maps_);
     OperandScales& o = a->operand;
     o.scales = operand.scales;
     o.linear = operand.shape.linear_scales;

@@ -49,6 +49,12 @@ struct Pools {
     return reinterpret_cast<const T*>((peer == rank ? own : base[peer]) + area.offset +
                                       copy_to_write(now - 1) * area.distance());
   }
+  // An area that peers write instead, now: *epoch before the meeting.
+  template <typename T>
+  NVTE_EP_HD T* inbox_of(const Area& area, int32_t peer, uint32_t now) const {
+    return reinterpret_cast<T*>((peer == rank ? own : base[peer]) + area.offset +
+                                copy_to_write(now) * area.distance());
+  }
 };
 
 }  // namespace nvte_ep
