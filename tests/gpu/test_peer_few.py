@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Few tokens on `peer`: prepare in one block, and rows in small pieces.
 
-Up to 1024 tokens of all ranks are few; both sides of that limit, and what makes the block's work uneven, give the
-bytes of `threads`.
+Up to 1024 tokens of all ranks are few. Both sides of that limit, and what makes the block's work uneven.
 """
 
 from __future__ import annotations
