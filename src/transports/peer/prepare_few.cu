@@ -1,8 +1,9 @@
-// A warp holds the choices of a few whole tokens at a time, one a lane: a group. Groups are counted through all ranks; each warp
-// counts a stretch of them, in order, and so knows where its copies of an expert come after those of the warps before it.
+// A warp takes a group of whole tokens at a time, one choice a lane. Every expert has a bit for each token of all ranks: where the
+// copies of a token go follows from the bits before its own, in whatever order they were set.
 #include "transports/peer/prepare_few.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "device/kernel_order.cuh"
 #include "transports/peer/meeting.cuh"
@@ -17,155 +18,219 @@ constexpr int kMostTokens = 1024;       // of all ranks
 constexpr int kMostThreads = 1024;      // and experts: one a thread
 constexpr int kFewestThreads = 256;     // for what is not done by groups
 constexpr int kMostShared = 200 << 10;  // of every device that there are kernels for
-constexpr int kLoads = 8;               // in flight together
-constexpr uint32_t kNone = 0xFFFFFFFFu;
+constexpr int kAhead = 2;               // groups whose choices are on their way to a warp
+constexpr int kLoads = 4;
 
 struct Groups {
   int tokens;  // of one
   int each;    // of a rank
   int all;
-  int of_a_warp;
-  int warps;  // that have some
+  int words;  // of 32 bits, for the tokens of a rank
 
-  Groups(int32_t size, int64_t tokens_of_rank, int32_t top_k, int most_warps)
+  Groups(int32_t size, int64_t tokens_of_rank, int32_t top_k)
       : tokens(kWarp / top_k),
         each(static_cast<int>((tokens_of_rank + tokens - 1) / tokens)),
         all(size * each),
-        of_a_warp((all + most_warps - 1) / most_warps),
-        warps((all + of_a_warp - 1) / of_a_warp) {}
-};
-
-// A choice as a lane finds it.
-struct Place {
-  int in_group;  // token
-  int k;
-  bool live;
-
-  __device__ __forceinline__ Place(const RouteMaps& m, const Groups& g)
-      : in_group(lane_id() / m.top_k), k(lane_id() % m.top_k), live(in_group < g.tokens) {}
-  __device__ __forceinline__ int token(const Groups& g, int group) const {
-    return group * g.tokens + in_group;
-  }
+        words(static_cast<int>((tokens_of_rank + 31) / 32)) {}
 };
 
 // Shared memory.
 struct Few {
-  Slabs slabs;
-  int32_t* totals;  // [num_experts]
-  int32_t* counts;  // [warps, num_experts] a warp's copies of an expert; later where they begin
-  uint32_t*
-      chosen;  // [groups, 32] expert, and above 16 bits how many copies of it the warp has before; kNone: unrouted
+  int32_t* begin;   // [num_experts] first slot on the expert's rank
+  int32_t* end;     // [num_experts] of the slab
+  int32_t* kept;    // [num_experts]
+  int32_t* routed;  // [num_experts]
+  uint32_t* bits;   // [size, words, num_experts] who chose the expert
+  int32_t* before;  // [size, words, num_experts] how many of the words before did
+  int32_t* chosen;  // [groups, 32] experts, as the lanes of the warp that takes the group have them
 
-  static __host__ __device__ int64_t bytes(const Groups& g, int experts) {
-    return Slabs::bytes(experts) +
-           4 * (static_cast<int64_t>(experts) * (1 + g.warps) + int64_t{g.all} * kWarp);
+  static __host__ __device__ int64_t bytes(const Groups& g, const RouteMaps& m) {
+    return 4 * (m.num_experts * (4 + int64_t{2} * m.size * g.words) + int64_t{g.all} * kWarp);
   }
-  __device__ Few(void* memory, const Groups& g, int experts)
-      : slabs(memory, experts),
-        totals(reinterpret_cast<int32_t*>(static_cast<uint8_t*>(memory) + Slabs::bytes(experts))),
-        counts(totals + experts),
-        chosen(reinterpret_cast<uint32_t*>(counts + g.warps * experts)) {}
+  __device__ Few(int32_t* memory, const Groups& g, const RouteMaps& m)
+      : begin(memory),
+        end(begin + m.num_experts),
+        kept(end + m.num_experts),
+        routed(kept + m.num_experts),
+        bits(reinterpret_cast<uint32_t*>(routed + m.num_experts)),
+        before(routed + (1 + m.size * g.words) * m.num_experts),
+        chosen(before + m.size * g.words * m.num_experts) {}
+};
+
+// A lane in the groups of its warp, this rank's first.
+struct Walk {
+  int in_group, k;  // token and choice of the lane
+  bool has_choice;  // of any group
+  int group;        // of the rank's
+  int turn;         // ranks passed
+  int32_t source;   // the rank
+
+  __device__ __forceinline__ Walk(const RouteMaps& m, const Groups& g)
+      : in_group(lane_id() / m.top_k),
+        k(lane_id() - in_group * m.top_k),
+        has_choice(in_group < g.tokens),
+        group(warp_id()),
+        turn(0),
+        source(m.rank) {
+    settle(m, g);
+  }
+  __device__ __forceinline__ bool goes_on(const RouteMaps& m) const { return turn < m.size; }
+  __device__ __forceinline__ void next(const RouteMaps& m, const Groups& g) {
+    group += static_cast<int>(blockDim.x) / kWarp;
+    settle(m, g);
+  }
+  __device__ __forceinline__ int token(const Groups& g) const { return group * g.tokens + in_group; }
+  __device__ __forceinline__ bool live(const RouteMaps& m, const Groups& g) const {
+    return has_choice && token(g) < m.tokens;
+  }
+  // Of the lane's choice among those of all ranks.
+  __device__ __forceinline__ int place(const Groups& g) const {
+    return (source * g.each + group) * kWarp + lane_id();
+  }
+  // Of the token's bits.
+  __device__ __forceinline__ int word(const RouteMaps& m, const Groups& g) const {
+    return (source * g.words + token(g) / 32) * m.num_experts;
+  }
+  __device__ __forceinline__ uint32_t bit(const Groups& g) const { return 1u << (token(g) % 32); }
+
+ private:
+  __device__ __forceinline__ void settle(const RouteMaps& m, const Groups& g) {
+#pragma unroll 1
+    for (; group >= g.each && turn < m.size; ++turn) {
+      group -= g.each;
+      source = source + 1 < m.size ? source + 1 : 0;
+    }
+  }
 };
 
 struct Wrong {
   int illegal, repeated;
 };
 
-// A warp cleans a group: the lane's expert, or -1 for what is illegal, mentioned before, or past the given tokens.
-__device__ __forceinline__ int32_t clean(const PrepareArguments& a, const Place& at, int token,
-                                         Wrong* wrong) {
-  const int64_t given = at.live && token < a.given_tokens ? given_index(a, token, at.k) : -1;
-  const int experts = a.maps.num_experts;
-  const bool illegal = given < -1 || given >= experts;
-  const bool routed = given >= 0 && !illegal;
-  const int32_t key = routed ? at.in_group * experts + static_cast<int32_t>(given) : -1;
-  const unsigned same = __match_any_sync(kAllLanes, key);
-  const bool repeated = routed && (same & ((1u << lane_id()) - 1)) != 0;
+// A warp: where the own choices have something wrong with them. False for the lanes whose expert the token has mentioned before.
+__device__ __noinline__ bool is_first_mention(int in_group, int32_t expert, bool illegal, Wrong* wrong) {
+  const unsigned same = __match_any_sync(kAllLanes, expert < 0 ? -1 : in_group << 16 | expert);
+  const bool repeated = expert >= 0 && (same & ((1u << lane_id()) - 1)) != 0;
   const unsigned all_illegal = __ballot_sync(kAllLanes, illegal);
   const unsigned all_repeated = __ballot_sync(kAllLanes, repeated);
-  if ((all_illegal | all_repeated) != 0 && lane_id() == 0) {
+  if (lane_id() == 0) {
     atomicAdd(&wrong->illegal, __popc(all_illegal));
     atomicAdd(&wrong->repeated, __popc(all_repeated));
   }
-  return routed && !repeated ? static_cast<int32_t>(given) : -1;
+  return !repeated;
 }
 
-// Of another rank, as soon as it is here; -1 if it does not come.
-__device__ __forceinline__ int32_t receive(const Meeting& m, const uint64_t* from, int32_t peer,
-                                           uint32_t epoch, int* reported) {
+// A warp: its lanes' own choices, -1 for what is illegal, mentioned before, or past the given tokens.
+__device__ __forceinline__ int32_t clean(const RouteMaps& m, const Groups& g, const Walk& at, int64_t given,
+                                         uint32_t* bits, Wrong* wrong) {
+  const bool illegal = given < -1 || given >= m.num_experts;
+  const int32_t expert = illegal ? -1 : static_cast<int32_t>(given);
+  bool mentioned = false;
+  if (expert >= 0) mentioned = (atomicOr(&bits[at.word(m, g) + expert], at.bit(g)) & at.bit(g)) != 0;
+  if (!__any_sync(kAllLanes, illegal || mentioned)) return expert;
+  return is_first_mention(at.in_group, expert, illegal, wrong) ? expert : -1;
+}
+
+// An own choice to all peers.
+__device__ __forceinline__ void send(const PrepareArguments& a, uint32_t now, int place, int32_t expert) {
+  const RouteMaps& m = a.maps;
+#pragma unroll 1
+  for (int32_t d = 1; d < m.size; ++d) {
+    const int32_t peer = m.rank + d < m.size ? m.rank + d : m.rank + d - m.size;
+    store_numbered(&a.pools.inbox_of<uint64_t>(a.inbox, peer, now)[place], now + 1,
+                   static_cast<uint32_t>(expert));
+  }
+}
+
+// Another rank's choice, when it is here; -1 if it does not come.
+__device__ __noinline__ int32_t wait_for_choice(const Meeting& m, const uint64_t* from, int32_t peer,
+                                                uint32_t epoch, int* reported) {
   Patience patience;
-  for (;;) {
+  while (!patience.is_over(m, peer, epoch, reported)) {
     const uint64_t both = load_numbered(from);
     if (static_cast<uint32_t>(both >> 32) == epoch) return static_cast<int32_t>(both);
-    if (patience.is_over(m, peer, epoch, reported)) return -1;
   }
+  return -1;
 }
 
-// A thread an expert: where each warp's copies of it begin, and all slabs.
-__device__ __forceinline__ void lay_out(const RouteMaps& m, const Groups& g, const Few& few) {
-  __shared__ int64_t warp_rows[kMaxWarps];
+// What a thread knows of its expert in the end.
+struct Slab {
+  int32_t routed = 0, kept = 0, begin = 0, end = 0;
+  int32_t needed = 0;  // slots of the rank up to here
+};
+
+// A thread an expert: its copies word by word, and its slab. first: expert of its rank.
+__device__ __forceinline__ Slab lay_out(const RouteMaps& m, const Groups& g, const Few& few, int first) {
+  __shared__ int32_t warp_rows[kMaxWarps];
   const int experts = m.num_experts;
   const int e = static_cast<int>(threadIdx.x);
-  int32_t total = 0;
+  Slab s;
   if (e < experts) {
-    int32_t* mine = few.counts + e;
-    for (int first = 0; first < g.warps; first += kLoads) {
-      int32_t n[kLoads];
+    const int words = m.size * g.words;
+#pragma unroll 1
+    for (int w = 0; w < words; w += kLoads) {
+      int n[kLoads];
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) n[i] = first + i < g.warps ? mine[(first + i) * experts] : 0;
+      for (int i = 0; i < kLoads; ++i) n[i] = w + i < words ? __popc(few.bits[(w + i) * experts + e]) : 0;
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        if (first + i < g.warps) mine[(first + i) * experts] = total;
-        total += n[i];
+        if (w + i < words) few.before[(w + i) * experts + e] = s.routed;
+        s.routed += n[i];
       }
     }
-    few.totals[e] = total;
   }
-  const int64_t rows = e < experts ? padded_rows(m, total) : 0;
-  int64_t end = rows;
+  const int32_t rows = static_cast<int32_t>(padded_rows(m, s.routed));
+  s.needed = rows;
 #pragma unroll
   for (int d = 1; d < kWarp; d *= 2) {
-    const int64_t below = __shfl_up_sync(kAllLanes, end, d);
-    if (lane_id() >= d) end += below;
+    const int32_t below = __shfl_up_sync(kAllLanes, s.needed, d);
+    if (lane_id() >= d && e - d >= first) s.needed += below;
   }
-  if (lane_id() == kWarp - 1) warp_rows[warp_id()] = end;
+  if (lane_id() == kWarp - 1) warp_rows[warp_id()] = s.needed;
   __syncthreads();
   if (e < experts) {
-    for (int w = 0; w < warp_id(); ++w) end += warp_rows[w];
-    few.slabs.offset[e + 1] = end;
-    if (e == 0) few.slabs.offset[0] = 0;
+    // A warp's last sum is that of its last rank.
+#pragma unroll 1
+    for (int w = first / kWarp; w < warp_id(); ++w) s.needed += warp_rows[w];
+    const int32_t capacity = static_cast<int32_t>(m.capacity);
+    s.begin = min(s.needed - rows, capacity);
+    s.end = min(s.needed, capacity);
+    s.kept = min(s.routed, s.end - s.begin);
+    few.begin[e] = s.begin;
+    few.end[e] = s.end;
+    few.kept[e] = s.kept;
+    few.routed[e] = s.routed;
   }
   __syncthreads();
-  if (e < experts) few.slabs.place(m, e, total);
-  __syncthreads();
+  return s;
 }
 
-// A warp: the slots of a group of a rank's.
+// A warp: the slots of a group.
 __device__ __forceinline__ void assign(const PrepareArguments& a, const Groups& g, const Few& few,
-                                       const Place& at, int32_t source, int group, uint32_t chosen,
-                                       const int32_t* before) {
+                                       const Walk& at) {
   const RouteMaps& m = a.maps;
-  const int token = at.token(g, group);
-  const bool live = at.live && token < m.tokens;
-  const int32_t expert = static_cast<int32_t>(chosen & 0xFFFFu);
+  const int token = at.token(g);
+  const bool live = at.live(m, g);
+  const int32_t expert = few.chosen[at.place(g)];
   const int local = m.local_experts();
   int32_t slot = -1;
   bool kept = false;
-  if (live && chosen != kNone) {
-    const int32_t position = before[expert] + static_cast<int32_t>(chosen >> 16);
-    kept = position < few.slabs.kept[expert];
+  if (live && expert >= 0) {
+    const int w = at.word(m, g) + expert;
+    const int32_t position = few.before[w] + __popc(few.bits[w] & (at.bit(g) - 1));
+    kept = position < few.kept[expert];
     if (kept && static_cast<unsigned>(expert - m.rank * local) < static_cast<unsigned>(local)) {
-      slot = few.slabs.begin[expert] + position;
+      slot = few.begin[expert] + position;
     }
   }
-  const int64_t choice = static_cast<int64_t>(token) * m.top_k + at.k;
-  if (live) m.row_slots[source * m.choices() + choice] = slot;
+  const int choice = token * m.top_k + at.k;
+  if (live) m.row_slots[at.source * m.choices() + choice] = slot;
   if (slot >= 0) {
-    const int64_t from = (static_cast<int64_t>(source) << 32) | token;
+    const int64_t from = (static_cast<int64_t>(at.source) << 32) | token;
     m.slot_source[slot] = from;
     if (a.slot_source != nullptr) a.slot_source[slot] = from;
   }
-  if (source != m.rank) return;
+  if (at.source != m.rank) return;
   if (live) m.kept_experts[choice] = kept ? expert : -1;
   const unsigned siblings = ((m.top_k < kWarp ? 1u << m.top_k : 0u) - 1u) << (lane_id() - at.k);
   uint32_t bits = 0;
@@ -184,39 +249,81 @@ __device__ __forceinline__ void mark_slabs(const PrepareArguments& a, const Few&
   const RouteMaps& m = a.maps;
   const int lanes =
       static_cast<int>(min(m.alignment, int64_t{kWarp}));  // that share an expert: a power of two
-  const int local = m.local_experts();
   const int shift = __ffs(lanes) - 1;
+  const int first = static_cast<int>(threadIdx.x) & (lanes - 1);
 #pragma unroll 1
-  for (unsigned i = threadIdx.x >> shift; i < local; i += blockDim.x >> shift) {
-    const int e = m.rank * local + i;
-    const int64_t end = slab_end(m, few.slabs, e);
-    const int64_t begin = few.slabs.begin[e];
-    const int first = static_cast<int>(threadIdx.x) & (lanes - 1);
+  for (unsigned i = threadIdx.x >> shift; i < m.local_experts(); i += blockDim.x >> shift) {
+    const int e = m.rank * m.local_experts() + static_cast<int>(i);
+    const int32_t end = few.end[e];
 #pragma unroll 1
-    for (int64_t slot = begin + few.slabs.kept[e] + first; slot < end; slot += lanes) {
+    for (int32_t slot = few.begin[e] + few.kept[e] + first; slot < end; slot += lanes) {
       m.slot_source[slot] = -1;
       if (a.slot_source != nullptr) a.slot_source[slot] = -1;
     }
     if (a.slot_expert == nullptr) continue;
 #pragma unroll 1
-    for (int64_t slot = begin + first; slot < end; slot += lanes) a.slot_expert[slot] = i;
+    for (int32_t slot = few.begin[e] + first; slot < end; slot += lanes)
+      a.slot_expert[slot] = static_cast<int>(i);
   }
+}
+
+// The warps that have this rank's experts, a thread each: their counts to whoever reads them.
+__device__ __forceinline__ void tell_slabs(const PrepareArguments& a, const Few& few, const Slab& s,
+                                           const Counted& counted, const Wrong& wrong) {
+  const RouteMaps& m = a.maps;
+  const int first = m.rank * m.local_experts();
+  const int last = first + m.local_experts() - 1;
+  if (warp_id() < first / kWarp || warp_id() > last / kWarp) return;
+  const int e = static_cast<int>(threadIdx.x);
+  const int i = e - first;
+  const bool live = e >= first && e <= last;
+  const auto scale_rows = [&](int32_t rows) { return (rows + 127) & ~127; };
+  int32_t scale_end = live ? scale_rows(s.end - s.begin) : 0;
+#pragma unroll
+  for (int d = 1; d < kWarp; d *= 2) {
+    const int32_t below = __shfl_up_sync(kAllLanes, scale_end, d);
+    if (lane_id() >= d) scale_end += below;
+  }
+#pragma unroll 1
+  for (int other = e - kWarp; other / kWarp >= first / kWarp && other >= lane_id(); other -= kWarp) {
+    scale_end +=
+        __reduce_add_sync(kAllLanes, other >= first ? scale_rows(few.end[other] - few.begin[other]) : 0);
+  }
+  if (live) {
+    tell(m.tokens_routed, a.tokens_routed, i, s.routed);
+    tell(m.tokens_per_expert, a.tokens_per_expert, i, s.kept);
+    tell(m.rows_per_expert, a.rows_per_expert, i, s.end - s.begin);
+    tell(m.row_offsets, a.row_offsets, i + 1, s.end);
+    tell(m.scale_row_offsets, a.scale_row_offsets, i + 1, scale_end);
+  }
+  if (warp_id() != last / kWarp) return;
+  const int32_t needed = __shfl_sync(kAllLanes, s.needed, last % kWarp);
+  int32_t dropped = 0;
+  if (needed > m.capacity) {
+    for (int other = first + lane_id(); other <= last; other += kWarp)
+      dropped += few.routed[other] - few.kept[other];
+    dropped = __reduce_add_sync(kAllLanes, dropped);
+  }
+  count_and_tell(a, counted, wrong.illegal, wrong.repeated, dropped, needed);
+  if (lane_id() != 0) return;
+  tell(m.row_offsets, a.row_offsets, 0, 0);
+  tell(m.scale_row_offsets, a.scale_row_offsets, 0, 0);
+  tell(m.totals, a.total_rows, 0, min(static_cast<int64_t>(needed), m.capacity));
+  tell(m.totals + 1, a.dropped_rows, 0, dropped);
 }
 
 __global__ void __launch_bounds__(kMostThreads, 1)
     prepare_few(const __grid_constant__ PrepareArguments a, const Groups g) {
-  extern __shared__ __align__(8) uint8_t memory[];
+  extern __shared__ __align__(8) int32_t memory[];
   __shared__ Wrong wrong;
   __shared__ int reported;
   const RouteMaps& m = a.maps;
-  const int experts = m.num_experts;
-  const Few few(memory, g, experts);
-  const Place at(m, g);
-  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  const Few few(memory, g, m);
+  const Walk start(m, g);
+  const int first_of_rank = static_cast<int>(threadIdx.x) / m.local_experts() * m.local_experts();
+  const int bits = m.size * g.words * m.num_experts;
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < g.warps * experts; i += static_cast<int>(blockDim.x)) {
-    few.counts[i] = 0;
-  }
+  for (int i = static_cast<int>(threadIdx.x); i < bits; i += static_cast<int>(blockDim.x)) few.bits[i] = 0;
   if (threadIdx.x == 0) {
     wrong = Wrong{0, 0};
     reported = 0;
@@ -227,83 +334,74 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const uint32_t now = *a.pools.epoch;
   const uint32_t epoch = now + 1;
   const bool failed = *a.meeting.failed != 0;
-  const bool counts_too = warp_id() == warps - 1;  // the last warp has the fewest groups
   const Counted counted(a);
-  const int inbox_of_rank = g.each * kWarp;
-#pragma unroll 1
-  for (int group = warp_id(); group < g.each; group += warps) {
-    const int token = at.token(g, group);
-    const int32_t expert = clean(a, at, token, &wrong);
-    const int i = group * kWarp + lane_id();
-    few.chosen[m.rank * inbox_of_rank + i] = static_cast<uint32_t>(expert);
-    if (!at.live || token >= m.tokens || failed) continue;
-#pragma unroll 1
-    for (int32_t d = 1; d < m.size; ++d) {
-      const int32_t peer = m.rank + d < m.size ? m.rank + d : m.rank + d - m.size;
-      uint64_t* inbox = a.pools.inbox_of<uint64_t>(a.inbox, peer, now) + m.rank * inbox_of_rank;
-      store_numbered(&inbox[i], epoch, static_cast<uint32_t>(expert));
-    }
-  }
-  __syncthreads();
   if (!failed) tell_arrival(a.meeting, epoch);
-
-  // Each choice's place among the warp's copies of its expert.
-  const int first_group = warp_id() * g.of_a_warp;
-  const int end_group = min(first_group + g.of_a_warp, g.all);
-  int32_t* mine = few.counts + warp_id() * experts;
   const uint64_t* inbox = a.pools.inbox_of<uint64_t>(a.inbox, m.rank, now);
-  const int32_t first_source = first_group / g.each;
-  const int first_of_source = first_group - first_source * g.each;
-  int32_t source = first_source;
 #pragma unroll 1
-  for (int group = first_group, of_source = first_of_source; group < end_group; ++group, ++of_source) {
-    if (of_source == g.each) of_source = 0, ++source;
-    uint32_t* chosen = &few.chosen[group * kWarp + lane_id()];
-    int32_t expert = -1;
-    if (source == m.rank) {
-      expert = static_cast<int32_t>(*chosen);
-    } else if (!failed && at.live && at.token(g, of_source) < m.tokens) {
-      expert = receive(a.meeting, &inbox[group * kWarp + lane_id()], source, epoch, &reported);
+  for (Walk at = start; at.goes_on(m);) {
+    int64_t seen[kAhead];
+    Walk ahead = at;
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      seen[j] = -1;
+      if (!ahead.goes_on(m)) continue;
+      const int token = ahead.token(g);
+      if (ahead.source != m.rank) {
+        if (ahead.live(m, g)) seen[j] = static_cast<int64_t>(load_numbered(&inbox[ahead.place(g)]));
+      } else if (ahead.has_choice && token < a.given_tokens) {
+        seen[j] = given_index(a, token, ahead.k);
+      }
+      ahead.next(m, g);
     }
-    __syncwarp();
-    const unsigned same = __match_any_sync(kAllLanes, expert);
-    const unsigned before = same & ((1u << lane_id()) - 1);
-    const int32_t running = expert >= 0 ? mine[expert] : 0;
-    __syncwarp();
-    if (expert >= 0 && before == 0) mine[expert] = running + __popc(same);
-    __syncwarp();
-    const uint32_t position = static_cast<uint32_t>(running + __popc(before));
-    *chosen = expert >= 0 ? position << 16 | static_cast<uint32_t>(expert) : kNone;
+#pragma unroll 1
+    for (int left = kAhead; left > 0 && at.goes_on(m); --left, at.next(m, g)) {
+      const int place = at.place(g);
+      const int64_t mine = seen[0];
+#pragma unroll
+      for (int j = 0; j + 1 < kAhead; ++j) seen[j] = seen[j + 1];
+      int32_t expert = -1;
+      if (at.source == m.rank) {
+        expert = clean(m, g, at, mine, few.bits, &wrong);
+        if (at.live(m, g) && !failed) send(a, now, place, expert);
+      } else if (at.live(m, g) && !failed) {
+        expert = static_cast<uint32_t>(mine >> 32) == epoch
+                     ? static_cast<int32_t>(mine)
+                     : wait_for_choice(a.meeting, &inbox[place], at.source, epoch, &reported);
+        if (expert >= 0) atomicOr(&few.bits[at.word(m, g) + expert], at.bit(g));
+      }
+      few.chosen[place] = expert;
+      __syncwarp();
+    }
   }
   __syncthreads();
   let_next_kernel_start();  // not while this one waits for ranks that may share the GPU
-  clear_maxima(a.meeting, epoch);
   if (threadIdx.x == 0) *a.meeting.epoch = epoch;
 
-  lay_out(m, g, few);
-  source = first_source;
+  const Slab slab = lay_out(m, g, few, first_of_rank);
+  tell_slabs(a, few, slab, counted, wrong);
 #pragma unroll 1
-  for (int group = first_group, of_source = first_of_source; group < end_group; ++group, ++of_source) {
-    if (of_source == g.each) of_source = 0, ++source;
-    assign(a, g, few, at, source, of_source, few.chosen[group * kWarp + lane_id()], mine);
-  }
+  for (Walk at = start; at.goes_on(m); at.next(m, g)) assign(a, g, few, at);
   mark_slabs(a, few);
-  if (counts_too) tell_counts(a, few.totals, few.slabs, counted, wrong.illegal, wrong.repeated);
+  clear_maxima(a.meeting, epoch);
 }
 
+Groups groups_of(const RouteMaps& m) { return Groups(m.size, m.tokens, m.top_k); }
 int threads_of(const RouteMaps& m) {
-  const int groups = Groups(m.size, m.tokens, m.top_k, kMaxWarps).all;
   const int wanted =
-      std::max({kFewestThreads, groups * kWarp, static_cast<int>(round_up(m.num_experts, kWarp))});
+      std::max({kFewestThreads, groups_of(m).all * kWarp, static_cast<int>(round_up(m.num_experts, kWarp))});
   return std::min(wanted, kMostThreads);
 }
-Groups groups_of(const RouteMaps& m) { return Groups(m.size, m.tokens, m.top_k, threads_of(m) / kWarp); }
+// Slots of a rank that the alignment can add, and all choices.
+bool slots_are_countable(const RouteMaps& m) {
+  return m.alignment <= std::numeric_limits<int32_t>::max() / (2 * m.num_experts);
+}
 
 }  // namespace
 
 bool few_choices(const RouteMaps& m) {
   return static_cast<int64_t>(m.size) * m.tokens <= kMostTokens && m.top_k <= kWarp &&
-         m.num_experts <= kMostThreads && Few::bytes(groups_of(m), m.num_experts) <= kMostShared;
+         m.num_experts <= kMostThreads && slots_are_countable(m) &&
+         Few::bytes(groups_of(m), m) <= kMostShared;
 }
 
 Status launch_prepare_few(const PrepareArguments& a, const LaunchContext& context) {
@@ -311,14 +409,14 @@ Status launch_prepare_few(const PrepareArguments& a, const LaunchContext& contex
   LaunchShape shape;
   shape.threads = threads_of(a.maps);
   shape.overlaps = true;
-  shape.shared_bytes = static_cast<int>(Few::bytes(groups, a.maps.num_experts));
+  shape.shared_bytes = static_cast<int>(Few::bytes(groups, a.maps));
   return launch_kernel<prepare_few>("prepare", context, shape, a, groups);
 }
 
 int64_t prepare_inbox_bytes(int32_t size, int64_t tokens, int32_t max_top_k) {
   if (size == 1 || size * tokens > kMostTokens) return 0;
   // The more choices a token has, the fewer tokens a group holds.
-  return int64_t{8} * kWarp * Groups(size, tokens, std::min(max_top_k, kWarp), kMaxWarps).all;
+  return int64_t{8} * kWarp * Groups(size, tokens, std::min(max_top_k, kWarp)).all;
 }
 
 }  // namespace nvte_ep
