@@ -18,7 +18,6 @@ constexpr int kMostTokens = 1024;       // of all ranks
 constexpr int kMostThreads = 1024;      // and experts: one a thread
 constexpr int kFewestThreads = 256;     // for what is not done by groups
 constexpr int kMostShared = 200 << 10;  // of every device that there are kernels for
-constexpr int kAhead = 2;               // groups whose choices are on their way to a warp
 constexpr int kLoads = 4;
 
 struct Groups {
@@ -57,24 +56,28 @@ struct Few {
         chosen(before + m.size * g.words * m.num_experts) {}
 };
 
-// A lane in the groups of its warp, this rank's first.
+// A lane in those groups of some ranks that its warp takes: group warp_id(), and so many further on as there are warps.
 struct Walk {
   int in_group, k;  // token and choice of the lane
   bool has_choice;  // of any group
   int group;        // of the rank's
-  int turn;         // ranks passed
   int32_t source;   // the rank
+  int32_t ranks;    // to go, it included
 
-  __device__ __forceinline__ Walk(const RouteMaps& m, const Groups& g)
+  __device__ __forceinline__ Walk(const RouteMaps& m, const Groups& g, int32_t from, int32_t count)
       : in_group(lane_id() / m.top_k),
         k(lane_id() - in_group * m.top_k),
         has_choice(in_group < g.tokens),
         group(warp_id()),
-        turn(0),
-        source(m.rank) {
+        source(from),
+        ranks(count) {
     settle(m, g);
   }
-  __device__ __forceinline__ bool goes_on(const RouteMaps& m) const { return turn < m.size; }
+  // From rank to rank in a ring.
+  static __device__ __forceinline__ int32_t after(const RouteMaps& m, int32_t rank) {
+    return rank + 1 < m.size ? rank + 1 : 0;
+  }
+  __device__ __forceinline__ bool goes_on() const { return ranks > 0; }
   __device__ __forceinline__ void next(const RouteMaps& m, const Groups& g) {
     group += static_cast<int>(blockDim.x) / kWarp;
     settle(m, g);
@@ -96,9 +99,9 @@ struct Walk {
  private:
   __device__ __forceinline__ void settle(const RouteMaps& m, const Groups& g) {
 #pragma unroll 1
-    for (; group >= g.each && turn < m.size; ++turn) {
+    for (; group >= g.each && ranks > 0; --ranks) {
       group -= g.each;
-      source = source + 1 < m.size ? source + 1 : 0;
+      source = after(m, source);
     }
   }
 };
@@ -143,14 +146,14 @@ __device__ __forceinline__ void send(const PrepareArguments& a, uint32_t now, in
 }
 
 // Another rank's choice, when it is here; -1 if it does not come.
-__device__ __noinline__ int32_t wait_for_choice(const Meeting& m, const uint64_t* from, int32_t peer,
-                                                uint32_t epoch, int* reported) {
+__device__ __forceinline__ int32_t receive(const Meeting& m, const uint64_t* from, int32_t peer,
+                                           uint32_t epoch, int* reported) {
   Patience patience;
-  while (!patience.is_over(m, peer, epoch, reported)) {
+  for (;;) {
     const uint64_t both = load_numbered(from);
     if (static_cast<uint32_t>(both >> 32) == epoch) return static_cast<int32_t>(both);
+    if (patience.is_over(m, peer, epoch, reported)) return -1;
   }
-  return -1;
 }
 
 // What a thread knows of its expert in the end.
@@ -319,7 +322,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   __shared__ int reported;
   const RouteMaps& m = a.maps;
   const Few few(memory, g, m);
-  const Walk start(m, g);
+  const Walk own(m, g, m.rank, 1), others(m, g, Walk::after(m, m.rank), m.size - 1),
+      all(m, g, m.rank, m.size);
   const int first_of_rank = static_cast<int>(threadIdx.x) / m.local_experts() * m.local_experts();
   const int bits = m.size * g.words * m.num_experts;
 #pragma unroll 1
@@ -335,43 +339,27 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const uint32_t epoch = now + 1;
   const bool failed = *a.meeting.failed != 0;
   const Counted counted(a);
-  if (!failed) tell_arrival(a.meeting, epoch);
+#pragma unroll 1
+  for (Walk at = own; at.goes_on(); at.next(m, g)) {
+    const int token = at.token(g);
+    const int64_t given = at.has_choice && token < a.given_tokens ? given_index(a, token, at.k) : -1;
+    const int32_t expert = clean(m, g, at, given, few.bits, &wrong);
+    few.chosen[at.place(g)] = expert;
+    if (at.live(m, g) && !failed) send(a, now, at.place(g), expert);
+  }
+  if (m.size > 1) {
+    __syncthreads();
+    if (!failed) tell_arrival(a.meeting, epoch);
+  }
   const uint64_t* inbox = a.pools.inbox_of<uint64_t>(a.inbox, m.rank, now);
 #pragma unroll 1
-  for (Walk at = start; at.goes_on(m);) {
-    int64_t seen[kAhead];
-    Walk ahead = at;
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      seen[j] = -1;
-      if (!ahead.goes_on(m)) continue;
-      const int token = ahead.token(g);
-      if (ahead.source != m.rank) {
-        if (ahead.live(m, g)) seen[j] = static_cast<int64_t>(load_numbered(&inbox[ahead.place(g)]));
-      } else if (ahead.has_choice && token < a.given_tokens) {
-        seen[j] = given_index(a, token, ahead.k);
-      }
-      ahead.next(m, g);
-    }
-#pragma unroll 1
-    for (int left = kAhead; left > 0 && at.goes_on(m); --left, at.next(m, g)) {
-      const int place = at.place(g);
-      const int64_t mine = seen[0];
-#pragma unroll
-      for (int j = 0; j + 1 < kAhead; ++j) seen[j] = seen[j + 1];
-      int32_t expert = -1;
-      if (at.source == m.rank) {
-        expert = clean(m, g, at, mine, few.bits, &wrong);
-        if (at.live(m, g) && !failed) send(a, now, place, expert);
-      } else if (at.live(m, g) && !failed) {
-        expert = static_cast<uint32_t>(mine >> 32) == epoch
-                     ? static_cast<int32_t>(mine)
-                     : wait_for_choice(a.meeting, &inbox[place], at.source, epoch, &reported);
-        if (expert >= 0) atomicOr(&few.bits[at.word(m, g) + expert], at.bit(g));
-      }
-      few.chosen[place] = expert;
-      __syncwarp();
-    }
+  for (Walk at = others; at.goes_on(); at.next(m, g)) {
+    const int place = at.place(g);
+    int32_t expert = -1;
+    if (at.live(m, g) && !failed) expert = receive(a.meeting, &inbox[place], at.source, epoch, &reported);
+    if (expert >= 0) atomicOr(&few.bits[at.word(m, g) + expert], at.bit(g));
+    few.chosen[place] = expert;
+    __syncwarp();
   }
   __syncthreads();
   let_next_kernel_start();  // not while this one waits for ranks that may share the GPU
@@ -380,7 +368,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const Slab slab = lay_out(m, g, few, first_of_rank);
   tell_slabs(a, few, slab, counted, wrong);
 #pragma unroll 1
-  for (Walk at = start; at.goes_on(m); at.next(m, g)) assign(a, g, few, at);
+  for (Walk at = all; at.goes_on(); at.next(m, g)) assign(a, g, few, at);
   mark_slabs(a, few);
   clear_maxima(a.meeting, epoch);
 }
