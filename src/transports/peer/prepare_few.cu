@@ -145,15 +145,15 @@ __device__ __forceinline__ void send(const PrepareArguments& a, uint32_t now, in
   }
 }
 
-// Another rank's choice, when it is here; -1 if it does not come.
-__device__ __forceinline__ int32_t receive(const Meeting& m, const uint64_t* from, int32_t peer,
-                                           uint32_t epoch, int* reported) {
+// Another rank's choice, when it is here; -1 if it does not come. seen: what was there before.
+__device__ __forceinline__ int32_t receive(const Meeting& m, const uint64_t* from, uint64_t seen,
+                                           int32_t peer, uint32_t epoch, int* reported) {
   Patience patience;
-  for (;;) {
-    const uint64_t both = load_numbered(from);
-    if (static_cast<uint32_t>(both >> 32) == epoch) return static_cast<int32_t>(both);
+  while (static_cast<uint32_t>(seen >> 32) != epoch) {
     if (patience.is_over(m, peer, epoch, reported)) return -1;
+    seen = load_numbered(from);
   }
+  return static_cast<int32_t>(seen);
 }
 
 // What a thread knows of its expert in the end.
@@ -339,27 +339,46 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const uint32_t epoch = now + 1;
   const bool failed = *a.meeting.failed != 0;
   const Counted counted(a);
-#pragma unroll 1
-  for (Walk at = own; at.goes_on(); at.next(m, g)) {
+  const auto look = [&](const Walk& at) {
     const int token = at.token(g);
-    const int64_t given = at.has_choice && token < a.given_tokens ? given_index(a, token, at.k) : -1;
+    const bool is_given = at.goes_on() && at.has_choice && token < a.given_tokens;
+    return is_given ? given_index(a, token, at.k) : int64_t{-1};
+  };
+  int64_t given = look(own);
+#pragma unroll 1
+  for (Walk at = own; at.goes_on();) {
+    Walk next = at;
+    next.next(m, g);
+    const int64_t ahead = look(next);
     const int32_t expert = clean(m, g, at, given, few.bits, &wrong);
     few.chosen[at.place(g)] = expert;
     if (at.live(m, g) && !failed) send(a, now, at.place(g), expert);
+    at = next;
+    given = ahead;
   }
   if (m.size > 1) {
     __syncthreads();
     if (!failed) tell_arrival(a.meeting, epoch);
   }
   const uint64_t* inbox = a.pools.inbox_of<uint64_t>(a.inbox, m.rank, now);
+  const auto peek = [&](const Walk& at) {
+    return at.goes_on() && at.live(m, g) ? load_numbered(&inbox[at.place(g)]) : uint64_t{0};
+  };
+  uint64_t seen = peek(others);
 #pragma unroll 1
-  for (Walk at = others; at.goes_on(); at.next(m, g)) {
-    const int place = at.place(g);
+  for (Walk at = others; at.goes_on();) {
+    Walk next = at;
+    next.next(m, g);
+    const uint64_t ahead = peek(next);
     int32_t expert = -1;
-    if (at.live(m, g) && !failed) expert = receive(a.meeting, &inbox[place], at.source, epoch, &reported);
+    if (at.live(m, g) && !failed) {
+      expert = receive(a.meeting, &inbox[at.place(g)], seen, at.source, epoch, &reported);
+    }
     if (expert >= 0) atomicOr(&few.bits[at.word(m, g) + expert], at.bit(g));
-    few.chosen[place] = expert;
+    few.chosen[at.place(g)] = expert;
     __syncwarp();
+    at = next;
+    seen = ahead;
   }
   __syncthreads();
   let_next_kernel_start();  // not while this one waits for ranks that may share the GPU
