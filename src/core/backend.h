@@ -82,6 +82,7 @@ struct CodecOptions {
   const float* fixed_expert_scale = nullptr;  // [E]
   IndexView row_count;                        // [1]; rows in use
   int32_t num_sms = 0;                        // that kernels may take up; 0: all
+  bool reads_ahead = false;                   // inputs may be read while the kernel before in the stream runs
   int32_t* findings = nullptr;                // [1]
 };
 

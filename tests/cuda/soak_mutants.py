@@ -28,7 +28,7 @@ class Mutant:
 
 
 WAIT = "while (is_missing(load_acquire(arrival), epoch))"
-NUMBER = "while (static_cast<uint32_t>(seen >> 32) != epoch)"
+NUMBER = "if (static_cast<uint32_t>(both >> 32) == epoch)"
 MUTANTS = (
     Mutant(
         "nobody_waits", "transports/peer/meeting.cuh", ((WAIT, WAIT.replace("epoch", "epoch - (1u << 30)")),)
@@ -41,7 +41,7 @@ MUTANTS = (
     Mutant(
         "takes_choices_of_any_meeting",
         "transports/peer/prepare_few.cu",
-        ((NUMBER, NUMBER.replace("!= epoch", "== 0")),),
+        ((NUMBER, NUMBER.replace("== epoch", "!= 0")),),
     ),
     Mutant("one_copy", "transports/peer/pools.h", (("return now & 1u;", "return 0u * now;"),)),
 )

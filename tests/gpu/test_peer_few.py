@@ -161,3 +161,51 @@ def test_few_tokens_have_the_bytes_of_threads(case: Few) -> None:
                     np.testing.assert_array_equal(
                         one[name].numpy(), other[name].numpy(), err_msg=f"rank {rank}, step {step}: {name}"
                     )
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["tokens-before-prepare", "tokens-after-prepare"])
+def test_tokens_that_are_made_in_the_graph(between: bool) -> None:
+    """Late, before prepare or between it and dispatch, which may begin early."""
+    case = Few(1, 128, 8, 64)
+    torch.cuda.set_device(0)
+    made = [torch.randn((case.tokens, 4096), device="cuda").bfloat16() for _ in range(3)]
+    topk = case.topk(0, 0).to("cuda")
+    given, tokens = torch.zeros_like(made[0]), torch.zeros_like(made[0])
+    comm = nvte_ep.Communicator("threads", 1, 0, nvte_ep.unique_id("threads"))
+    settings: dict[str, Any] = {"num_experts": case.experts, "hidden": 4096, "recv_capacity": case.capacity}
+    group = nvte_ep.Group(
+        comm, transport="peer", max_tokens_per_rank=case.tokens, device="cuda:0", **settings
+    )
+    handle = group.handle(top_k=case.top_k, alignment=case.alignment, dispatch="nvfp4")
+    row_bytes = nvte_ep.row_bytes("nvfp4", 4096)
+    rows, expected = (torch.zeros((case.capacity, row_bytes), dtype=torch.uint8, device="cuda") for _ in "ab")
+    total = torch.zeros(1, dtype=torch.int64, device="cuda")
+    stream = torch.cuda.Stream()
+
+    def make() -> None:
+        torch.cuda._sleep(100_000)
+        tokens.copy_(given)
+
+    def step() -> None:
+        if not between:
+            make()
+        handle.prepare(topk, out=nvte_ep.Routing(total_rows=total), stream=stream)
+        if between:
+            make()
+        handle.dispatch(tokens, receive="rows", out=rows, stream=stream)
+
+    with torch.cuda.stream(stream):
+        step()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        for values in made:
+            given.copy_(values)
+            graph.replay()
+            handle.dispatch(values, receive="rows", out=expected, stream=stream)
+            stream.synchronize()
+            count = int(total[0])
+            assert count > 0
+            assert torch.equal(rows[:count], expected[:count])
+    group.close()

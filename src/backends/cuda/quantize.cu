@@ -139,9 +139,10 @@ __global__ void __maxnreg__((kRowRegisters<Token, kUnits>)) quantize_nvfp4_rows(
   __shared__ uint32_t exchange[kLoneWarp ? 1 : 2][kLoneWarp ? 1 : kMaxWarps];
   using Block = Block16<Token>;
   constexpr int kBlockBytes = 16 * Token::kBytes;
-  wait_for_kernel_before();
+  const bool ahead = a.options.reads_ahead;
+  if (!ahead) wait_for_kernel_before();
   let_next_kernel_start();
-  const int64_t flip = flip_of(a.rows);
+  int64_t flip = ahead ? 0 : flip_of(a.rows);
   const int warps_per_row = kLoneWarp ? 1 : static_cast<int>(blockDim.x) / kWarp;
   const int rows_per_block = kLoneWarp ? static_cast<int>(blockDim.x) / kWarp : 1;
   const int64_t count = rows_in_use(a.rows.rows, a.options);
@@ -185,6 +186,10 @@ __global__ void __maxnreg__((kRowRegisters<Token, kUnits>)) quantize_nvfp4_rows(
       number = block_max(number, warps_per_row, exchange[kLoneWarp ? 0 : 1]);
     }
     const RowScale scale(tensor_scale, largest, number);
+    if (ahead) {
+      wait_for_kernel_before();
+      flip = flip_of(a.rows);
+    }
     uint32_t left = ~0u;  // units that the fast functions do not take
     if (scale.finite && !scale.zero && !scale.illegal && scale.k <= kMaxFastExponent) {
       left = 0;

@@ -2,6 +2,7 @@
 #ifndef NVTE_EP_TRANSPORTS_PEER_MEETING_CUH_
 #define NVTE_EP_TRANSPORTS_PEER_MEETING_CUH_
 
+#include "device/kernel_order.cuh"
 #include "transports/peer/blame.h"
 #include "transports/peer/peer_kernels.h"
 
@@ -35,25 +36,24 @@ __device__ __forceinline__ int64_t now_ns() {
 // then only: it is far away.
 class Patience {
  public:
-  // True when it is at an end: the peer is late, or the group has ended. reported: of the block, 0 at first.
-  __device__ __forceinline__ bool is_over(const Meeting& m, int32_t peer, uint32_t epoch, int* reported) {
-    return ++looks_ % 64 == 0 && gives_up(m, peer, epoch, reported);
+  // True when it is at an end: the peer is late, or the group has ended. The thread that finds it first tells the host.
+  __device__ __forceinline__ bool is_over(const Meeting& m, int32_t peer, uint32_t epoch) {
+    return ++looks_ % 64 == 0 && gives_up(m, peer, epoch);
   }
 
  private:
-  __device__ __forceinline__ bool gives_up(const Meeting& m, int32_t peer, uint32_t epoch, int* reported) {
+  __device__ __forceinline__ bool gives_up(const Meeting& m, int32_t peer, uint32_t epoch) {
     if (start_ == 0) start_ = now_ns();
     const int32_t ended = *static_cast<volatile const int32_t*>(m.ended);
     const bool late = now_ns() - start_ > m.timeout_ns;
     if (ended == 0 && !late) return false;
-    if (atomicExch(reported, 1) != 0) return true;
+    if (atomicExch(m.failed, 1) != 0) return true;
     volatile MeetingReport* report = m.report;
     const auto arrivals = [&](int32_t at, int32_t of) { return load_acquire(&m.arrivals[at][of]); };
     const int32_t rank = ended != 0 ? ended - 1 : blamed(m.rank, m.size, peer, epoch, arrivals);
     report->rank = rank;
     __threadfence_system();
     report->status = ended != 0 ? NVTE_EP_STATUS_PEER_FAILED : NVTE_EP_STATUS_TIMEOUT;
-    *m.failed = 1;
     if (ended == 0) {  // the others need not find out for themselves
       for (int32_t r = 0; r < m.size; ++r) *static_cast<volatile int32_t*>(m.ended_words[r]) = rank + 1;
     }
@@ -65,11 +65,11 @@ class Patience {
 };
 
 // Waits until the peer has come to the meeting, the time-out at most. False: it did not, or the group has ended.
-__device__ __forceinline__ bool wait_for(const Meeting& m, int32_t peer, uint32_t epoch, int* reported) {
+__device__ __forceinline__ bool wait_for(const Meeting& m, int32_t peer, uint32_t epoch) {
   const uint32_t* arrival = &m.arrivals[m.rank][peer];
   Patience patience;
   while (is_missing(load_acquire(arrival), epoch)) {
-    if (patience.is_over(m, peer, epoch, reported)) return false;
+    if (patience.is_over(m, peer, epoch)) return false;
   }
   return true;
 }
@@ -99,26 +99,21 @@ __device__ __forceinline__ void clear_maxima(const Meeting& m, uint32_t epoch) {
 // visible to the peers then, and theirs to this block and to what is enqueued after it. A failure is reported, and every
 // later meeting returns at once.
 __device__ __forceinline__ void meet(const Meeting& m) {
-  __shared__ uint32_t epoch;
-  __shared__ int failed, reported;
+  const uint32_t epoch = *m.epoch + 1;
+  const bool failed = *m.failed != 0;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    epoch = *m.epoch + 1;
-    failed = *m.failed;
-    reported = 0;
-  }
-  __syncthreads();
-  if (failed == 0) {
+  if (!failed) {
     const int32_t threads = static_cast<int32_t>(blockDim.x);
     for (int32_t peer = static_cast<int32_t>(threadIdx.x); peer < m.size; peer += threads) {
       if (peer != m.rank) store_release(&m.arrivals[peer][m.rank], epoch);
     }
     for (int32_t peer = static_cast<int32_t>(threadIdx.x); peer < m.size; peer += threads) {
-      if (peer != m.rank && !wait_for(m, peer, epoch, &reported)) break;
+      if (peer != m.rank && !wait_for(m, peer, epoch)) break;
     }
   }
-  clear_maxima(m, epoch);
   __syncthreads();
+  device::let_next_kernel_start();  // not while this one waits for ranks that may share the GPU
+  clear_maxima(m, epoch);
   if (threadIdx.x == 0) *m.epoch = epoch;
   __syncthreads();
 }

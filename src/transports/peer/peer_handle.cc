@@ -123,7 +123,10 @@ class PeerHandle : public HandleTransport {
     a.counters = counters_;
     a.told = told_;
     a.report = report_.memory();
-    NVTE_EP_TRY(group_->launch(stream, [&](const LaunchContext& c) { return launch_prepare(a, c); }));
+    NVTE_EP_TRY(group_->launch(stream, [&](const LaunchContext& c) {
+      NVTE_EP_TRY(launch_prepare(a, c));
+      return last_captured(stream, &after_prepare_);
+    }));
     slots_ = member_->settings.recv_capacity;
     if (eager) NVTE_EP_TRY(learn_slots(call, stream));
     prepared_ = true;
@@ -290,8 +293,13 @@ class PeerHandle : public HandleTransport {
       packed.flip_bytes = rows->outbox.distance();
     }
     Backend* backend = member_->backend;
-    return call.is_apart ? backend->assemble(format, call.apart, packed, call.options, stream)
-                         : backend->quantize(format, call.tokens, packed, call.options, stream);
+    if (call.is_apart) return backend->assemble(format, call.apart, packed, call.options, stream);
+    // A graph in which nothing comes between prepare and this: tokens are there when prepare begins.
+    CodecOptions options = call.options;
+    CapturedNode now;
+    NVTE_EP_TRY(group_->launch(stream, [&](const LaunchContext&) { return last_captured(stream, &now); }));
+    options.reads_ahead = now.node != nullptr && now == after_prepare_ && few_rows(maps_);
+    return backend->quantize(format, call.tokens, packed, options, stream);
   }
 
   Status publish(const DispatchCall& call, int32_t format, const RowLayout& layout,
@@ -405,6 +413,7 @@ class PeerHandle : public HandleTransport {
   int64_t* counters_ = nullptr;  // DeviceCounters on the device
   int64_t* told_ = nullptr;      // those that the host knows
   DeviceReport report_;          // the host's view of them
+  CapturedNode after_prepare_;
   int64_t tokens_ = 0;
   int64_t slots_ = 0;
   bool agreed_ = false;
