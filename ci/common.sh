@@ -87,16 +87,10 @@ extra() {
   sed -n "s/^$1 = \[\(.*\)\]\$/\1/p" "$ROOT/pyproject.toml" | tr ',' '\n' | sed 's/^ *"//; s/" *$//'
 }
 
-# Whether to build the GPU side where the caller did not say (NVTE_EP_CUDA): only what can run here is worth its minutes.
-cuda_here() {
-  if [[ -n ${NVTE_EP_CUDA:-} ]]; then
-    echo "$NVTE_EP_CUDA"
-  elif [[ -e /dev/nvidiactl ]]; then
-    echo AUTO
-  else
-    echo OFF
-  fi
-}
+# For build_library: whether to build the GPU side. Where the caller did not say (NVTE_EP_CUDA), only what can run here is worth
+# its minutes; a later build by hand in the same folder decides for itself.
+cuda_here=(-DNVTE_EP_CUDA="${NVTE_EP_CUDA:-AUTO}")
+[[ -n ${NVTE_EP_CUDA:-} || -e /dev/nvidiactl ]] || cuda_here+=(-DNVTE_EP_CUDA_AUTO_IS=OFF)
 
 # build_library DIRECTORY CMAKE_ARGUMENT...: configures and builds with the CMake and Ninja of $VENV.
 build_library() {

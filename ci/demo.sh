@@ -7,12 +7,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 need g++
 venv_with "$VENV" cmake ninja numpy ml_dtypes
 
-log="$(mktemp)"
-trap 'rm -f "$log"' EXIT
-build_library "$BUILD_DIR" -DNVTE_EP_BUILD_TESTS=OFF -DNVTE_EP_CUDA="$(cuda_here)" >"$log" 2>&1 || {
-  cat "$log" >&2
-  die "the build failed"
-}
+# Not to the standard output, which is the demo's.
+{
+  say "building in ${BUILD_DIR#"$ROOT"/}: a minute or two the first time"
+  build_library "$BUILD_DIR" -DNVTE_EP_BUILD_TESTS=OFF "${cuda_here[@]}"
+} >&2 || die "the build failed"
 export NVTE_EP_LIBRARY="$BUILD_DIR/src/libnvte_ep.so"
 export PYTHONPATH="$ROOT/python${PYTHONPATH:+:$PYTHONPATH}"
 "$VENV/bin/python" -m nvte_ep demo "$@"

@@ -8,32 +8,38 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 usage() {
   cat <<'TEXT'
-usage: ci/gpu_ranks.sh [--ranks N] [--parts PART,...] [--transports NAME,...] [--quick] [--out DIR] [--again]
+usage: ci/gpu_ranks.sh [--ranks N] [--parts PART,...] [--transports NAME,...] [--figures NAME,...] [--quick]
+                       [--soak-passes N] [--out DIR] [--seconds N] [--again]
   --ranks N      the most ranks of a case of the table, and the ranks of soak and bench
                  (default: the number of GPUs; for the suites at least 4)
   --quick        of the suites: no case of more than N ranks, and not what is the same on every transport; a short soak
   --parts        of build,suites,soak,bench (default: these) and sanitizer
   --transports   of peer_threads,peer_processes,peer_ipc,nccl_ep,nccl (default: all but peer_ipc; one that cannot run is
                  a failure)
-  --out DIR      logs and figures (default: $OUT, else build/gpu_ranks)
+  --soak-passes  of the soaks of threads, 2,000 iterations each (default: 50; with --quick 5)
+  --figures      of bench: of layer,steps,sms24,backward,tokens,experts,threads (default: these); the last on one GPU
+  --out DIR      summary.txt, logs.tar.gz and the figures of bench (default: $OUT, else build/gpu_ranks)
   --seconds N    what a call may take (default: 530, nine minutes less the start)
-  --again        also what went well already
+  --again        also what went well already, as build-gpu/ranks-N has it
 Environment: NVTE_EP_BUILD_DIR (build: the GPU side goes to build-gpu), PYTHON (python3), CUDACXX, and NCCL_HOME where the
              NCCL to use is not the first that is found
 TEXT
 }
 
 ranks="" parts=build,suites,soak,bench transports=peer_threads,peer_processes,nccl_ep,nccl again=0 quick=0 seconds=530
+soak_passes="" figures=layer,steps,sms24,backward,tokens,experts,threads
 out="${OUT:-$BUILD_DIR/gpu_ranks}"
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --ranks) ranks="$2"; shift ;;
     --parts) parts="$2"; shift ;;
     --transports) transports="$2"; shift ;;
+    --figures) figures="$2"; shift ;;
     --out) out="$2"; shift ;;
     --again) again=1 ;;
     --seconds) seconds="$2"; shift ;;
     --quick) quick=1 ;;
+    --soak-passes) soak_passes="$2"; shift ;;
     -h | --help) usage; exit 0 ;;
     *) usage >&2; die "unknown argument: $1" ;;
   esac
@@ -42,14 +48,19 @@ done
 for part in ${parts//,/ }; do
   [[ ,build,suites,soak,bench,sanitizer, == *,"$part",* ]] || die "--parts: unknown '$part'"
 done
+for figure in ${figures//,/ }; do
+  [[ ,layer,steps,sms24,backward,tokens,experts,threads, == *,"$figure",* ]] || die "--figures: unknown '$figure'"
+done
 gpus="$(nvidia-smi --query-gpu=name --format=csv,noheader | grep -c . || true)"
 [[ $gpus -ge 1 ]] || die "there is no GPU"
 ranks="${ranks:-$gpus}"
 several=$((ranks > 2 ? ranks : 2))  # one has no peer
-mkdir -p "$out"
-out="$(realpath "$out")"
+soak_passes="${soak_passes:-$((quick ? 5 : 50))}"
 python="${PYTHON:-python3}"
 build="$BUILD_DIR-gpu"
+work="$build/ranks-$ranks$([[ $quick -eq 0 ]] || echo -quick)"  # a log and a result for each step
+mkdir -p "$out" "$work"
+out="$(realpath "$out")"
 export NVTE_EP_LIBRARY="$build/src/libnvte_ep.so" NVTE_EP_BUILD_DIR="$build"
 export PYTHONPATH="$ROOT/python:$ROOT/tests" PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 export NVTE_EP_MAX_RANKS="$((ranks > 4 ? ranks : 4))"
@@ -61,30 +72,38 @@ preload=(env)
 [[ ! -f ${NCCL_HOME:-}/lib/libnccl.so.2 ]] || preload=(env LD_PRELOAD="$NCCL_HOME/lib/libnccl.so.2")
 cd "$ROOT"
 end=$((SECONDS + seconds))
-nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader | tee "$out/devices.txt"
+nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader | tee "$work/devices.txt"
 
 # step NAME SECONDS COMMAND...: runs it once. Keeps its log, and in NAME.result how it went.
 step() {
   local name="$1" limit="$2" begin=$SECONDS code=0
   shift 2
-  if [[ $again -eq 0 && $name != build ]] && grep -qs '^ok ' "$out/$name.result"; then
+  if [[ $again -eq 0 && $name != build ]] && grep -qs '^ok ' "$work/$name.result"; then
     echo "$name: done already"
     return
   fi
   [[ $limit -lt $((end - SECONDS)) ]] || limit=$((end - SECONDS))
   if [[ $limit -lt 5 ]]; then
-    echo "LEFT-OUT 0 no time left: run the script again" | tee "$out/$name.result"
+    echo "LEFT-OUT 0 no time left: run the script again" | tee "$work/$name.result"
     return
   fi
   say "$name (at most $limit s)"
-  timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1 || code=$?
+  timeout --kill-after=10 "$limit" "$@" >"$work/$name.log" 2>&1 || code=$?
   local how="ok"
   [[ $code -eq 0 ]] || how="FAILED"
   [[ $code -ne 124 && $code -ne 137 ]] || how="TIME-OUT"
   # The last line that says something.
-  echo "$how $((SECONDS - begin)) $(grep -v '^ *$' "$out/$name.log" | tail -1 | tr -d '=' | cut -c1-110)" >"$out/$name.result"
-  echo "$name: $(cat "$out/$name.result")"
-  [[ $code -eq 0 ]] || grep -E '^(FAILED|ERROR|E  )' "$out/$name.log" | sort -u | cut -c1-200 | head -20 || true
+  echo "$how $((SECONDS - begin)) $(grep -v '^ *$' "$work/$name.log" | tail -1 | tr -d '=' | cut -c1-110)" >"$work/$name.result"
+  echo "$name: $(cat "$work/$name.result")"
+  [[ $code -eq 0 ]] || grep -E '^(FAILED|ERROR|E  )' "$work/$name.log" | sort -u | cut -c1-200 | head -20 || true
+}
+
+# figure NAME ARGUMENTS...: of nvte-ep bench ep.
+figure() {
+  local name="$1"
+  shift
+  step "bench_$name" 110 "${preload[@]}" "$python" -m nvte_ep bench ep --quick "$@" --json "$out/ep_$name.json" \
+    --markdown "$out/ep_$name.md"
 }
 
 for part in ${parts//,/ }; do
@@ -99,23 +118,32 @@ for part in ${parts//,/ }; do
     suites)
       suite=("$python" -m pytest -p no:cacheprovider -v --tb=short -o faulthandler_timeout=120 -o junit_family=xunit1
         --durations 15)
-      names=(steps capture programs identities failures)
-      [[ $quick -eq 1 ]] || names+=(checklist fidelity gradients routing_properties stochastic)
-      tests=("${names[@]/#/tests/distributed/test_}")
-      tests=("${tests[@]/%/.py}")
-      # All at once: most of their time is the CPU's, which works out what must come.
+      exchanges=(steps capture programs)
+      others=(identities failures)
+      [[ $quick -eq 1 ]] || others+=(checklist fidelity gradients routing_properties stochastic)
+      # Processes that share GPUs take turns in time slices, so one suite of them at a time, in two steps for a run that is cut
+      # off. Threads may run beside them.
+      # suites TRANSPORT STEP SECONDS NAME...
+      suites() {
+        local name="suite_$1_$2" limit="$3" tests=("${@:4}")
+        tests=("${tests[@]/#/tests/distributed/test_}")
+        NVTE_EP_TRANSPORTS="$1" step "$name" "$limit" "${suite[@]}" --junit-xml "$work/$name.xml" "${tests[@]/%/.py}"
+      }
+      if [[ ,$transports, == *,peer_threads,* ]]; then
+        suites peer_threads all 120 "${exchanges[@]}" "${others[@]}" &
+      fi
       for transport in ${transports//,/ }; do
-        NVTE_EP_TRANSPORTS="$transport" step "suite_$transport" 240 "${suite[@]}" --junit-xml "$out/suite_$transport.xml" \
-          "${tests[@]}" &
+        [[ $transport != peer_threads ]] || continue
+        suites "$transport" exchanges 150 "${exchanges[@]}"
+        suites "$transport" others 150 "${others[@]}"
       done
       wait
       ;;
     soak)
       soak=("${preload[@]}" "$build/tests/cuda/soak_peer" --ranks "$several" --gpus "$gpus")
-      passes=$((quick ? 5 : 50))
       if [[ ,$transports, == *,peer_threads,* ]]; then
-        step soak_threads 60 "${soak[@]}" --passes "$passes"
-        step soak_threads_graph 60 "${soak[@]}" --passes "$passes" --graph
+        step "soak_threads_$soak_passes" 150 "${soak[@]}" --passes "$soak_passes"
+        step soak_threads_graph 60 "${soak[@]}" --passes "$((soak_passes < 20 ? soak_passes : 20))" --graph
         step soak_threads_groups 30 "${soak[@]}" --passes 5 --groups 3
       fi
       [[ ,$transports, == *,peer_processes,* ]] || continue
@@ -137,18 +165,39 @@ for part in ${parts//,/ }; do
       done
       ;;
     bench)
-      step bench 110 "${preload[@]}" "$python" -m nvte_ep bench ep --quick --ranks "$ranks" --json "$out/ep.json" \
-        --markdown "$out/ep.md"
+      moved="dispatch bf16 ->,packed -> rows,nvfp4 -> operand,combine bf16"
+      peer=(--transports peer --no-nccl-ep --no-host)
+      for figure in ${figures//,/ }; do
+        case "$figure" in
+          layer) figure layer --ranks "$ranks" --tokens 4096 ;;
+          steps) figure steps --ranks "$ranks" --tokens 128 --alignment 16 ;;
+          sms24) figure sms24 --ranks "$ranks" --tokens 4096 --num-sms 24 --no-host --only "$moved" ;;
+          backward)
+            figure backward --ranks "$ranks" --tokens 4096 "${peer[@]}" --only "backward,packed -> operand,combine mxfp8"
+            ;;
+          tokens) figure tokens --ranks "$ranks" --tokens 1024,2048,4096,8192 "${peer[@]}" --only "prepare,$moved" ;;
+          experts) figure experts --ranks "$ranks" --experts 64,256 "${peer[@]}" --only "prepare,$moved" ;;
+          threads)
+            for number in 2 4 8; do  # on one GPU
+              CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" figure "threads_$number" --ranks "$number" --threads \
+                --tokens 1024 --no-host --only "prepare,$moved"
+            done
+            ;;
+        esac
+      done
       ;;
   esac
 done
 
-say "$ranks ranks on $gpus GPUs"
-printf '%-22s %-9s %6s  %s\n' part result s "last line"
 failed=0
-for result in "$out"/*.result; do
-  read -r how seconds line <"$result"
-  [[ $how == ok ]] || failed=1
-  printf '%-22s %-9s %6s  %s\n' "$(basename "$result" .result)" "$how" "$seconds" "$line"
-done
+for result in "$work"/*.result; do grep -q '^ok ' "$result" || failed=1; done
+{
+  say "$ranks ranks on $gpus GPUs"
+  printf '%-30s %-9s %6s  %s\n' part result s "last line"
+  for result in "$work"/*.result; do
+    read -r how took line <"$result"
+    printf '%-30s %-9s %6s  %s\n' "$(basename "$result" .result)" "$how" "$took" "$line"
+  done
+} | tee "$out/summary.txt"
+tar -czf "$out/logs.tar.gz" -C "$work" .
 exit $failed

@@ -56,7 +56,7 @@ run_ctest() {
 launcher=()
 
 say "build"
-build_library "$BUILD_DIR" -DNVTE_EP_BUILD_TESTS=ON -DNVTE_EP_CUDA="$(cuda_here)"
+build_library "$BUILD_DIR" -DNVTE_EP_BUILD_TESTS=ON "${cuda_here[@]}"
 
 say "C and C++ tests"
 run_ctest plain "$BUILD_DIR"

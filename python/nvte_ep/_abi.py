@@ -100,7 +100,9 @@ class SizedStruct(Structure):
     """A struct that begins with its size; everything else starts as zero, which means default."""
 
     def __init__(self, **fields: Any) -> None:
-        super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
+        if fields:
+            super().__init__(**fields)
+        self.struct_size = ctypes.sizeof(self)
 
 
 class Tensor(SizedStruct):

@@ -30,12 +30,12 @@ class Call:
         self, function: str, arrays: dict[str, Any], stream: Any, device: Device | None = None
     ) -> None:
         self.function = function
-        given = {name: array for name, array in arrays.items() if array is not None}
         if device is None:
-            device = next((device_of(function, name, array) for name, array in given.items()), CPU)
+            given = (item for item in arrays.items() if item[1] is not None)
+            device = next((device_of(function, name, array) for name, array in given), CPU)
         self.device = device
         self.stream = (
-            _streams.current(device, given.values()) if stream is None else _streams.handle(function, stream)
+            _streams.current(device, arrays.values()) if stream is None else _streams.handle(function, stream)
         )
         self._written: list[Array] = []
 
@@ -105,10 +105,8 @@ class Call:
     def write(
         self, name: str, array: Any, *, as_bytes: bool = False, uint16_is: str | None = None
     ) -> View | None:
-        return None if array is None else self.fill(name, array, as_bytes=as_bytes, uint16_is=uint16_is)
-
-    def fill(self, name: str, array: Any, *, as_bytes: bool = False, uint16_is: str | None = None) -> View:
-        """As write, for an array that is there."""
+        if array is None:
+            return None
         found = view(
             self.function,
             name,
@@ -120,6 +118,12 @@ class Call:
         )
         if isinstance(array, Array):
             self._written.append(array)
+        return found
+
+    def fill(self, name: str, array: Any, *, as_bytes: bool = False, uint16_is: str | None = None) -> View:
+        """As write, for an array that is there."""
+        found = self.write(name, array, as_bytes=as_bytes, uint16_is=uint16_is)
+        assert found is not None
         return found
 
     def write_findings(self, array: Any) -> View | None:

@@ -23,7 +23,7 @@ from nvte_ep._dtypes import (
     DType,
     numpy_dtype,
 )
-from nvte_ep._kept_views import KeptViews
+from nvte_ep._kept_views import Facts, KeptViews, facts_of
 from nvte_ep.array import Array, dlpack_tensor
 from nvte_ep.errors import InvalidArgumentError, NvteEpError, invalid
 
@@ -114,19 +114,17 @@ def view(
     uint16_is: the type that a uint16 array really holds.
     lasting: the view itself keeps the memory alive, for what outlives the call or nobody else holds.
     """
-    key = id(array), as_bytes, uint16_is
-    kept = None if lasting else _kept.find(key, array, stream)
-    if kept is not None and not (writable and kept.read_only):
-        return kept
+    facts = None if lasting else facts_of(array, stream)
+    if facts is not None:
+        kept = _kept.find((facts, as_bytes, uint16_is))
+        if kept is not None:
+            return kept
     if writable and type(array).__module__.partition(".")[0] in ("jax", "jaxlib"):
         raise invalid(function, name, "a writable array", f"a read-only {type(array).__name__}")
-    plain = None
-    if not lasting and _torch_tensor.is_plain(type(array)):
-        plain = _describe_torch(array, stream)
-    if plain is not None:
-        found = plain
-    elif isinstance(array, Array):
+    if isinstance(array, Array):
         found = _describe_own(array, stream)
+    elif facts is not None and _torch_tensor.element_type(facts[3]) is not None:
+        found = _describe_torch(array, facts)
     elif isinstance(array, np.ndarray):
         found = _describe_numpy(function, name, array)
     elif hasattr(array, "__dlpack__"):
@@ -144,24 +142,19 @@ def view(
     made = _view(function, name, found)
     if lasting and made.tensor.owner is None:
         made.tensor.owner = array
-    elif made.tensor.owner is None:
-        _kept.keep(key, array, stream, made)
+    elif facts is not None and made.tensor.owner is None:
+        _kept.keep((facts, as_bytes, uint16_is), made)
     return made
 
 
 _kept: KeptViews[View] = KeptViews()
 
 
-def _describe_torch(tensor: Any, stream: int) -> _Description | None:
-    facts = _torch_tensor.facts(tensor, stream)
-    if facts is None:
-        return None
+def _describe_torch(tensor: Any, facts: Facts) -> _Description:
     pointer, shape, strides, torch_type, index = facts
     dtype = _torch_tensor.element_type(torch_type)
-    if dtype is None:
-        return None
-    where = _torch_tensor.device(tensor, index)
-    return _Description(pointer, tuple(shape), strides, dtype, where, False)
+    assert dtype is not None
+    return _Description(pointer, tuple(shape), strides, dtype, _torch_tensor.device(tensor, index), False)
 
 
 def _describe_own(array: Array, stream: int) -> _Description:
@@ -286,9 +279,6 @@ def _as_bytes(function: str, name: str, found: _Description) -> _Description:
     return found
 
 
-_NEW_TENSOR = _abi.Tensor()
-
-
 def _view(function: str, name: str, found: _Description) -> View:
     ndim = len(found.shape)
     if ndim > _MAX_NDIM:
@@ -306,7 +296,7 @@ def _view(function: str, name: str, found: _Description) -> View:
         raise invalid(
             function, name, "a contiguous inner dimension", f"shape {found.shape}, strides {strides}"
         )
-    tensor = _abi.Tensor.from_buffer_copy(_NEW_TENSOR)  # in half the time that the constructor takes
+    tensor = _abi.Tensor()
     tensor.data = None if empty else found.pointer
     tensor.ndim = ndim
     tensor.device_type, tensor.device_id = found.device

@@ -1,72 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of arrays that come again and again, such as the outputs of a training step: made once.
+"""Views that are made once for memory that comes again and again, as it does in the steps of a program: in
+the same arrays, or in new ones that an allocator has put there.
 
-A view is kept under the identity of its array for as long as the array lives, and used again only while the
-array still says of itself what it said then. It does not keep the array alive; the caller of a function does.
+A view is kept under all that its array says of itself. It keeps no memory alive and needs none: it is for
+whoever has an array that says the same.
 
-For Arrays and PyTorch's tensors. Not for NumPy's arrays: one that is weakly referenced cannot be resized.
+For Arrays and PyTorch's tensors, which say it in little time.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 from nvte_ep import _torch_tensor
 from nvte_ep.array import Array
 
 V = TypeVar("V")
-Key = tuple[int, bool, str | None]  # id of the array, and how it is to be read
-Facts = Callable[[Any, int], Any]
+Facts = tuple[Any, ...]
+Read = Callable[[Any, int], "Facts | None"]
 
-MOST = 4096  # arrays; a program that keeps more alive starts over
+MOST = 4096  # views; a program that needs more starts over
 
 
-def _facts_of_own(array: Array, stream: int) -> Any:
-    """Nothing about an Array changes, unless its memory is taken back."""
+def _facts_of_own(array: Array, stream: int) -> Facts:
     array.wait_on(stream)
-    return ()
+    return array.facts
 
 
-_facts: dict[type, Facts | None] = {Array: _facts_of_own}
+_read: dict[type, Read | None] = {Array: _facts_of_own}
 
 
-def facts_of(kind: type) -> Facts | None:
-    """What tells whether an array of this type is still what it was; None: its views are not kept."""
+def facts_of(array: Any, stream: int) -> Facts | None:
+    """Memory and form of an array, which is ordered before the stream; None: its view is not kept."""
+    kind = type(array)
     try:
-        return _facts[kind]
+        read = _read[kind]
     except KeyError:
-        found = _torch_tensor.facts if _torch_tensor.is_plain(kind) else None
-        _facts[kind] = found
-        return found
+        read = _read[kind] = _torch_tensor.facts if _torch_tensor.is_plain(kind) else None
+    return None if read is None else read(array, stream)
 
 
 class KeptViews(Generic[V]):
     def __init__(self) -> None:
-        self._kept: dict[Key, tuple[weakref.ref[Any], Any, V]] = {}
+        self._kept: dict[Hashable, V] = {}
+        self.find = self._kept.get
 
-    def find(self, key: Key, array: Any, stream: int) -> V | None:
-        """The view, and the array is ordered before the stream; None: it must be made (again)."""
-        kept = self._kept.get(key)
-        if kept is None or kept[0]() is not array:
-            return None
-        read = facts_of(type(array))
-        return kept[2] if read is not None and read(array, stream) == kept[1] else None
-
-    def keep(self, key: Key, array: Any, stream: int, view: V) -> None:
-        read = facts_of(type(array))
-        facts = None if read is None else read(array, stream)
-        if facts is None:
-            return
+    def keep(self, key: Hashable, view: V) -> None:
         if len(self._kept) >= MOST:
             self._kept.clear()
-        self._kept[key] = (weakref.ref(array, lambda dead: self._forget(key, dead)), facts, view)
-
-    def _forget(self, key: Key, dead: weakref.ref[Any]) -> None:
-        kept = self._kept.get(key)
-        if kept is not None and kept[0] is dead:
-            self._kept.pop(key, None)
+        self._kept[key] = view
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -112,8 +112,8 @@ def _with_type_names(text: str) -> str:
 
 def call(name: str, *arguments: Any) -> None:
     """Calls a function that returns a status; a failure becomes its exception."""
-    status = getattr(library(), name)(*arguments)
-    if status != Status.OK:
+    status = getattr(_library or library(), name)(*arguments)
+    if status != 0:
         raise exception(status, last_error() or f"{name}: {status_name(status)}")
 
 

@@ -92,6 +92,8 @@ def current(device: Device, arrays: Iterable[Any]) -> int:
 
 def handle(function: str, stream: Any) -> int:
     """The handle of an integer, an object with __cuda_stream__, or a framework's stream object."""
+    if type(stream) is int:
+        return stream
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         pair = protocol() if callable(protocol) else protocol

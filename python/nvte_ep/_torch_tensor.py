@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from nvte_ep._dtypes import BY_NAME, CPU, CUDA_TYPE, Device, DType
@@ -27,18 +28,24 @@ def is_plain(kind: type) -> bool:
     )
 
 
+_ask: Callable[[int], int] | None = None  # PyTorch's own function, once it is in use on a device
+
+
 def raw_stream(device_id: int) -> int | None:
     """PyTorch's current stream; None where it is not in use on a device."""
-    torch = sys.modules.get("torch")
-    ask = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
-    if torch is None or ask is None or not torch.cuda.is_initialized():
-        return None
-    return int(ask(device_id))
+    global _ask
+    if _ask is None:
+        torch = sys.modules.get("torch")
+        ask = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
+        if torch is None or ask is None or not torch.cuda.is_initialized():
+            return None
+        _ask = ask
+    return int(_ask(device_id))
 
 
 def facts(tensor: Any, stream: int) -> Facts | None:
-    """None: ask DLPack."""
-    if tensor.requires_grad or tensor.is_neg() or tensor.is_conj():
+    """None: ask DLPack. Lazily conjugated tensors are complex, which no element type here is."""
+    if tensor.requires_grad or tensor.is_neg():
         return None
     if tensor.is_cuda:
         index = int(tensor.get_device())

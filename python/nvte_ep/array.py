@@ -129,10 +129,11 @@ class LastWrite:
 class Array:
     """A dense array in host or CUDA memory. Exports DLPack, and on the host the NumPy protocol."""
 
-    __slots__ = ("__weakref__", "_borrowed", "_data", "_write", "device", "element_type")
+    __slots__ = ("__weakref__", "_borrowed", "_data", "_facts", "_write", "device", "element_type")
 
     _data: NDArray[Any]
     _borrowed: Memory | None
+    _facts: tuple[Any, ...] | None
     _write: LastWrite
     device: Device
     element_type: DType
@@ -148,6 +149,7 @@ class Array:
         """For this package: see empty()."""
         self._data = array
         self._borrowed = borrowed
+        self._facts = None
         self.element_type = element_type
         self.device = device
         self._write = write or LastWrite(0)
@@ -218,6 +220,13 @@ class Array:
         """The address of the first element."""
         return int(self._array.__array_interface__["data"][0])
 
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """For this package: all that tells the memory and the form of this array from those of others."""
+        if self._facts is None:
+            self._facts = (self.pointer, self.shape, self.strides, self.element_type.name, self.device)
+        return self._facts
+
     def __len__(self) -> int:
         return len(self._array)
 
@@ -252,9 +261,11 @@ class Array:
 
     def wait_on(self, stream: int) -> None:
         """Makes `stream` wait for what was last written here."""
-        self.check()
-        if self.device[0] == CUDA_TYPE and stream != NO_STREAM:
-            _cuda.order(self.device[1], self._write.stream, stream)
+        if self._borrowed is not None:
+            self.check()
+        written = self._write.stream
+        if written != stream and self.device[0] == CUDA_TYPE and stream != NO_STREAM:
+            _cuda.order(self.device[1], written, stream)
 
     def written_on(self, stream: int) -> None:
         self._write.stream = stream

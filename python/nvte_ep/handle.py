@@ -15,7 +15,7 @@ from nvte_ep._dtypes import device_name, dtype_name
 from nvte_ep.array import Array, element_type
 from nvte_ep.communicator import Owned
 from nvte_ep.errors import BadStateError, NvteEpError, Status, UnsupportedError, invalid
-from nvte_ep.formats import lookup, row_bytes
+from nvte_ep.formats import format_info, lookup, row_bytes
 from nvte_ep.group import Group
 from nvte_ep.operand import Operand
 
@@ -58,12 +58,8 @@ _SLOTS = ("slot_source", "slot_expert")
 _ROUTING = _COUNTS + _OFFSETS + _TOTALS + _SLOTS
 
 
-_PACKING = {
-    "rounding": "nearest",
-    "nonfinite": "propagate",
-    "scale_rounding": "nearest",
-    "column_bound": "l1",
-}
+_PACKING = ("rounding", "nonfinite", "scale_rounding", "column_bound")
+_USUAL_PACKING = ("nearest", "propagate", "nearest", "l1")
 
 
 class Handle:
@@ -105,6 +101,7 @@ class Handle:
             "dispatch_backward": dispatch_backward,
             "combine_backward": combine_backward,
         }
+        self._has_operand = {name: info.operand_multiple > 0 for name, info in format_info().items()}
         self._owned = Owned(created.value, group._state.handle_died)
         self._finalizer = weakref.finalize(self, self._owned.release)
         group._handles[created.value] = self
@@ -151,7 +148,7 @@ class Handle:
         return self.num_tokens if num_tokens is None else integer(call.function, "num_tokens", num_tokens)
 
     def _begin(self, verb: str, arrays: dict[str, Any], stream: Any) -> Call:
-        return Call(f"nvte_ep_handle_{verb}", arrays, stream, self.group.device)
+        return Call("nvte_ep_handle_" + verb, arrays, stream, self.group.device)
 
     def _run(self, call: Call, arguments: _abi.SizedStruct) -> None:
         state = self.group._state
@@ -217,7 +214,8 @@ class Handle:
             call.may_make("out")
             slots = self._most_slots(num_tokens) if eager else self.slots
             routing = self._new_routing(slots, dtype_name(index_dtype))
-        arguments = _abi.PrepareArgs(topk_idx=pointer(indices))
+        arguments = _abi.PrepareArgs()
+        arguments.topk_idx = indices.pointer
         for name in _ROUTING:
             array = getattr(routing, name)
             if array is not None:
@@ -274,21 +272,17 @@ class Handle:
         "decoded": bf16 has none. columnwise and scale_layout describe a new Operand.
         """
         call = self._begin("dispatch", {"tokens": _first(tokens)}, stream)
-        packing = {
-            "rounding": rounding,
-            "nonfinite": nonfinite,
-            "scale_rounding": scale_rounding,
-            "column_bound": column_bound,
-        }
+        packing = (rounding, nonfinite, scale_rounding, column_bound)
         arguments = self._send_args(
             call, tokens, packing, rng_state, tensor_scale, fixed_expert_scale, findings
         )
-        weights = call.read("topk_weights", topk_weights)
-        arguments.topk_weights = pointer(weights)
+        if topk_weights is not None:
+            arguments.topk_weights = pointer(call.read("topk_weights", topk_weights))
         received = self._receive(call, arguments, "dispatch", receive, out, dtype, columnwise, scale_layout)
         if recv_weights is None and topk_weights is not None:
             recv_weights = call.new("recv_weights", (self.slots,), "float32")
-        arguments.recv_weights = pointer(call.write("recv_weights", recv_weights))
+        if recv_weights is not None:
+            arguments.recv_weights = pointer(call.write("recv_weights", recv_weights))
         self._run(call, arguments)
         received.weights = recv_weights
         return received
@@ -314,12 +308,12 @@ class Handle:
             if accumulate:
                 raise invalid(call.function, "out", "an array to add to", "None with accumulate")
             out = call.new("out", (self._count(call, num_tokens), self.group.hidden), source.dtype.name)
-        arguments = _abi.CombineArgs(
-            expert_out=pointer(source),
-            slot_weights=pointer(call.read("slot_weights", slot_weights)),
-            result=pointer(call.write("out", out, uint16_is="bfloat16")),
-            accumulate=boolean(call.function, "accumulate", accumulate),
-        )
+        arguments = _abi.CombineArgs()
+        arguments.expert_out = source.pointer
+        if slot_weights is not None:
+            arguments.slot_weights = pointer(call.read("slot_weights", slot_weights))
+        arguments.result = pointer(call.write("out", out, uint16_is="bfloat16"))
+        arguments.accumulate = boolean(call.function, "accumulate", accumulate)
         self._run(call, arguments)
         return out
 
@@ -350,13 +344,12 @@ class Handle:
             grad_topk_weights = call.new(
                 "grad_topk_weights", (self._count(call, num_tokens), self.top_k), "float32"
             )
-        arguments = _abi.DispatchBackwardArgs(
-            grad_received=pointer(source),
-            grad_recv_weights=pointer(grads),
-            grad_tokens=pointer(call.write("out", out, uint16_is="bfloat16")),
-            grad_topk_weights=pointer(call.write("grad_topk_weights", grad_topk_weights)),
-            accumulate=boolean(call.function, "accumulate", accumulate),
-        )
+        arguments = _abi.DispatchBackwardArgs()
+        arguments.grad_received = source.pointer
+        arguments.grad_recv_weights = pointer(grads)
+        arguments.grad_tokens = pointer(call.write("out", out, uint16_is="bfloat16"))
+        arguments.grad_topk_weights = pointer(call.write("grad_topk_weights", grad_topk_weights))
+        arguments.accumulate = boolean(call.function, "accumulate", accumulate)
         self._run(call, arguments)
         return out, grad_topk_weights
 
@@ -389,24 +382,21 @@ class Handle:
         then the gradient of slot_weights comes as Received.weights ("decoded" only).
         """
         call = self._begin("combine_backward", {"grad": _first(grad)}, stream)
-        packing = {
-            "rounding": rounding,
-            "nonfinite": nonfinite,
-            "scale_rounding": scale_rounding,
-            "column_bound": column_bound,
-        }
+        packing = (rounding, nonfinite, scale_rounding, column_bound)
         send = self._send_args(call, grad, packing, rng_state, tensor_scale, fixed_expert_scale, findings)
         received = self._receive(
             call, send, "combine_backward", receive, out, dtype, columnwise, scale_layout
         )
         if grad_slot_weights is None and expert_out is not None:
             grad_slot_weights = call.new("grad_slot_weights", (self.slots,), "float32")
-        arguments = _abi.CombineBackwardArgs(
-            send=ctypes.pointer(send),
-            slot_weights=pointer(call.read("slot_weights", slot_weights)),
-            expert_out=pointer(call.read("expert_out", expert_out, uint16_is="bfloat16")),
-            grad_slot_weights=pointer(call.write("grad_slot_weights", grad_slot_weights)),
-        )
+        arguments = _abi.CombineBackwardArgs()
+        arguments.send = ctypes.pointer(send)
+        if slot_weights is not None:
+            arguments.slot_weights = pointer(call.read("slot_weights", slot_weights))
+        if expert_out is not None:
+            arguments.expert_out = pointer(call.read("expert_out", expert_out, uint16_is="bfloat16"))
+        if grad_slot_weights is not None:
+            arguments.grad_slot_weights = pointer(call.write("grad_slot_weights", grad_slot_weights))
         self._run(call, arguments)
         received.weights = grad_slot_weights
         return received
@@ -415,7 +405,7 @@ class Handle:
         self,
         call: Call,
         tokens: Any,
-        packing: dict[str, str],
+        packing: tuple[str, ...],
         rng_state: Any,
         tensor_scale: Any,
         fixed_expert_scale: Any,
@@ -432,8 +422,8 @@ class Handle:
             arguments.fixed_expert_scale = pointer(call.read("fixed_expert_scale", fixed_expert_scale))
         if findings is not None:
             arguments.findings = pointer(call.write_findings(findings))
-        for option, name in packing.items():
-            if name != _PACKING[option]:  # zero is default
+        if packing != _USUAL_PACKING:  # zero
+            for option, name in zip(_PACKING, packing, strict=True):
                 setattr(arguments, option, _lib.enum(function, option, f"NVTE_EP_{option.upper()}_", name))
         if isinstance(tokens, (tuple, list)):
             if not 2 <= len(tokens) <= 3:
@@ -462,7 +452,7 @@ class Handle:
         """The receiving half: fills in where the data goes."""
         function = call.function
         format = self.formats[direction]
-        has_operand = lookup(function, direction, format).operand_multiple > 0
+        has_operand = self._has_operand[format]
         if receive is None:
             receive = "operand" if has_operand else "decoded"
         if receive == "operand" and not has_operand:

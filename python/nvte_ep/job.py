@@ -31,7 +31,7 @@ from nvte_ep.communicator import Communicator, unique_id
 from nvte_ep.errors import BadStateError, PeerTimeoutError, Status, UnsupportedError, invalid
 
 FOLDER_VARIABLE = "NVTE_EP_RENDEZVOUS"  # a fresh folder that every rank of the job sees
-UNIQUE_ID_VARIABLE = "NVTE_EP_UNIQUE_ID"  # instead of it, for one communicator: the id in hexadecimal digits
+UNIQUE_ID_VARIABLE = "NVTE_EP_UNIQUE_ID"  # beside it: the id of its one communicator, in hexadecimal
 DEFAULT_TIMEOUT = 100.0  # seconds
 _LONGEST_POLL = 0.01
 

@@ -189,7 +189,7 @@ Status read_dispatch(const Step& step, const nvte_ep_dispatch_args_t* args, bool
   nvte_ep_dispatch_args_t a;
   NVTE_EP_TRY(read_struct(args, NVTE_EP_DISPATCH_ARGS_V1_SIZE, backward ? "args.send" : "args", &a));
   NVTE_EP_TRY(check_reserved(a.reserved0, "reserved0"));
-  NVTE_EP_TRY(step.handle->check_ready());
+  NVTE_EP_TRY(step.handle->check_prepared());
   const HandleSettings& settings = step.handle->settings();
   const int32_t format = backward ? settings.combine_backward : settings.dispatch;
   const FormatRow& traits = *find_format(format);
@@ -249,7 +249,7 @@ Status combine(const Step& step, const nvte_ep_combine_args_t* args, nvte_ep_str
   NVTE_EP_TRY(read_struct(args, NVTE_EP_COMBINE_ARGS_V1_SIZE, "args", &a));
   NVTE_EP_TRY(check_reserved(a.reserved0, "reserved0"));
   NVTE_EP_TRY(check_bool(a.accumulate, "accumulate"));
-  NVTE_EP_TRY(step.handle->check_ready());
+  NVTE_EP_TRY(step.handle->check_prepared());
   const RoutingView routing = step.handle->routing();
   ReturnRows call;
   TensorView weights;
@@ -273,7 +273,7 @@ Status dispatch_backward(const Step& step, const nvte_ep_dispatch_backward_args_
   NVTE_EP_TRY(read_struct(args, NVTE_EP_DISPATCH_BACKWARD_ARGS_V1_SIZE, "args", &a));
   NVTE_EP_TRY(check_reserved(a.reserved0, "reserved0"));
   NVTE_EP_TRY(check_bool(a.accumulate, "accumulate"));
-  NVTE_EP_TRY(step.handle->check_ready());
+  NVTE_EP_TRY(step.handle->check_prepared());
   const RoutingView routing = step.handle->routing();
   ReturnRows call;
   TensorView scalars;

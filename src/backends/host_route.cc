@@ -50,9 +50,9 @@ Status HostBackend::route(const Route& r, nvte_ep_stream_t) {
   put(r.row_offsets, mine.row_offsets);
   put(r.scale_row_offsets, mine.scale_row_offsets);
   put(r.totals, {mine.total_rows, mine.dropped_rows, mine.needed_rows});
-  if (r.history != nullptr) {
+  if (r.history != nullptr && mine.dropped_rows > 0) {
+    r.history[1] = largest_need(mine.needed_rows, r.history[1], r.history[0], *r.reported);
     r.history[0] += mine.dropped_rows;
-    r.history[1] = std::max(r.history[1], mine.needed_rows);
   }
   put(r.slot_source, mine.slot_source);
   put(r.slot_k, mine.slot_k);

@@ -211,6 +211,13 @@ struct ScatterRows {
   int64_t out_stride;
 };
 
+// needed_rows of the calls that dropped rows since the host reported some: of this call, and of those before it where not all
+// that they dropped has been reported.
+NVTE_EP_HD int64_t largest_need(int64_t needed, int64_t needed_before, int64_t dropped_before,
+                                int64_t reported) {
+  return dropped_before != reported && needed_before > needed ? needed_before : needed;
+}
+
 // prepare on one rank, from the choices of all: what core/routing.h defines, in the backend's memory.
 struct Route {
   int32_t rank = 0;
@@ -228,10 +235,11 @@ struct Route {
   int64_t* row_offsets = nullptr;        // [num_local_experts + 1]
   int64_t* scale_row_offsets = nullptr;  // [num_local_experts + 1]
   int64_t* totals = nullptr;             // [3] total_rows, dropped_rows, needed_rows
-  int64_t* history = nullptr;      // [2] over all calls: dropped rows are added, needed_rows is the largest
-  int64_t* slot_source = nullptr;  // [total_rows]
-  int32_t* slot_k = nullptr;       // [total_rows]
-  int32_t* slot_expert = nullptr;  // [total_rows]
+  int64_t* history = nullptr;            // [2] over all calls: dropped rows are added; largest_need
+  const int64_t* reported = nullptr;  // [1] of the dropped rows in history, those that the host has reported
+  int64_t* slot_source = nullptr;     // [total_rows]
+  int32_t* slot_k = nullptr;          // [total_rows]
+  int32_t* slot_expert = nullptr;     // [total_rows]
   // Where copies went: of this rank's tokens on every rank, and of every rank's tokens on this one
   SlotAddress* slots = nullptr;     // [tokens, top_k]
   SlotAddress* in_slots = nullptr;  // [num_ranks, tokens, top_k]; the rank part is this rank

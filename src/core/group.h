@@ -88,12 +88,10 @@ class Handle {
   Scratch& send_rows() { return send_rows_; }
   Scratch& recv_rows() { return recv_rows_; }
 
-  // OK where per-step calls other than prepare may run.
-  Status check_ready() {
-    NVTE_EP_TRY(group_->check_open());
-    if (!prepared())
-      return bad_state("handle: expected a successful nvte_ep_handle_prepare before this call");
-    return Status();
+  // OK where per-step calls other than prepare may run, if the group is open.
+  Status check_prepared() const {
+    if (prepared()) return Status();
+    return bad_state("handle: expected a successful nvte_ep_handle_prepare before this call");
   }
 
  private:

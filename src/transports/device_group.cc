@@ -12,9 +12,10 @@ DeviceReport::~DeviceReport() {
 
 Status DeviceReport::allocate(Backend* backend) {
   void* shared = nullptr;
-  NVTE_EP_TRY(backend->allocate_shared(sizeof(DeviceCounters), &shared));
+  NVTE_EP_TRY(backend->allocate_shared(sizeof(DeviceCounters) + sizeof(int64_t), &shared));
   backend_ = backend;
   memory_ = static_cast<int64_t*>(shared);
+  std::fill_n(memory_, kDeviceCounters + 1, int64_t{0});
   return Status();
 }
 
@@ -43,6 +44,7 @@ Finding DeviceReport::next_finding(int32_t rank, int64_t handle_id, bool report_
   if (finding.count > 0 && report_overflow) {
     finding.status = NVTE_EP_STATUS_OVERFLOW;
     finding.needed_rows = seen_.needed_rows;
+    static_cast<volatile int64_t*>(memory_)[kDeviceCounters] = seen_.dropped_rows;
     return finding;
   }
   return Finding();
@@ -87,18 +89,30 @@ void DeviceMember::add(DeviceReport* report, int64_t handle_id) {
 
 void DeviceMember::remove(DeviceReport* report) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  reporters_.erase(std::remove_if(reporters_.begin(), reporters_.end(),
-                                  [report](const Reporter& r) { return r.report == report; }),
-                   reporters_.end());
+  const auto found = std::find_if(reporters_.begin(), reporters_.end(),
+                                  [report](const Reporter& r) { return r.report == report; });
+  if (found == reporters_.end()) return;
+  for (Finding last = next_of(*found); last.status != NVTE_EP_STATUS_OK; last = next_of(*found))
+    left_.push_back(last);
+  reporters_.erase(found);
 }
 
 Finding DeviceMember::next_finding() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (!left_.empty()) {
+    const Finding finding = left_.front();
+    left_.pop_front();
+    return finding;
+  }
   for (const Reporter& r : reporters_) {
-    const Finding finding = r.report->next_finding(rank, r.handle_id, !settings.drop_on_overflow);
+    const Finding finding = next_of(r);
     if (finding.status != NVTE_EP_STATUS_OK) return finding;
   }
   return Finding();
+}
+
+Finding DeviceMember::next_of(const Reporter& r) const {
+  return r.report->next_finding(rank, r.handle_id, !settings.drop_on_overflow);
 }
 
 namespace {

@@ -3,6 +3,7 @@
 #define NVTE_EP_TRANSPORTS_DEVICE_GROUP_H_
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -38,12 +39,12 @@ class DeviceRanks {
   virtual void release_symmetric(Backend* backend, void* memory) { backend->release(memory); }
 };
 
-// What a handle's kernels tell the host, at any time: sums over all calls.
+// What a handle's kernels tell the host, at any time: sums over all calls, but for needed_rows.
 struct DeviceCounters {
   int64_t out_of_range;
   int64_t duplicates;
   int64_t dropped_rows;
-  int64_t needed_rows;     // the largest need
+  int64_t needed_rows;     // the largest need since dropped rows were reported
   int64_t missing_values;  // weights, or gradients of weights, that another rank wanted and did not get
   int64_t missing_rank;    // which did not give them
 };
@@ -54,6 +55,9 @@ class DeviceReport {
   ~DeviceReport();
   Status allocate(Backend* backend);
   int64_t* memory() const { return memory_; }  // DeviceCounters in host memory that the device writes
+  const int64_t* reported() const {
+    return memory_ + kDeviceCounters;
+  }  // dropped rows, for the device to read
   // What is new since the last time.
   Finding next_finding(int32_t rank, int64_t handle_id, bool report_overflow);
 
@@ -89,8 +93,11 @@ struct DeviceMember {
     DeviceReport* report;
     int64_t handle_id;
   };
+  Finding next_of(const Reporter& reporter) const;
+
   std::mutex mutex_;
   std::vector<Reporter> reporters_;
+  std::deque<Finding> left_;  // of handles that are gone
 };
 
 // A rank that wants weights gives its own: peers do not learn in time what this one wants.

@@ -88,6 +88,7 @@ class DeviceHandle : public HandleTransport {
     r.kept_experts = ranks_->kept_experts();
     NVTE_EP_TRY(ranks_->open_slots(settings_, route_, &slot_exchange_));
     NVTE_EP_TRY(report_.allocate(backend));
+    r.reported = report_.reported();
     member_->add(&report_, settings_.id);
     return Status();
   }

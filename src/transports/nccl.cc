@@ -39,9 +39,7 @@ class NcclExchange : public DeviceExchange {
   }
 
   Status gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) override {
-    NVTE_EP_TRY(ranks_.watch().begin(stream));
-    NVTE_EP_TRY(ranks_.gather(mine, all, bytes, stream));
-    return ranks_.watch().end(stream);
+    return ranks_.watch().step(stream, [&] { return ranks_.gather(mine, all, bytes, stream); });
   }
 
   Status share(const void* items, int64_t tokens, int64_t item_bytes, const ItemCounts* counts,
@@ -73,16 +71,14 @@ class NcclExchange : public DeviceExchange {
     received->block = inbox_.as<void>();
     received->rank_stride = counts != nullptr ? 0 : tokens * item_bytes;
     received->row_stride = item_bytes;
-    NVTE_EP_TRY(ranks_.watch().begin(stream));
-    NVTE_EP_TRY(send_and_receive(items, all, tokens, item_bytes, counts, stream));
-    return ranks_.watch().end(stream);
+    return ranks_.watch().step(
+        stream, [&] { return send_and_receive(items, all, tokens, item_bytes, counts, stream); });
   }
 
   Status send_and_receive(const void* items, bool all, int64_t tokens, int64_t item_bytes,
                           const ItemCounts* counts, nvte_ep_stream_t stream) {
     const nccl::Api& api = ranks_.api();
-    const nccl::Comm comm = ranks_.comm();
-    return backend_->with_device([&]() -> Status {
+    return ranks_.use([&](nccl::Comm comm) -> Status {
       NVTE_EP_TRY(check(api, api.ncclGroupStart(), "ncclGroupStart", comm));
       Status status;
       const uint8_t* source = static_cast<const uint8_t*>(items);
@@ -117,12 +113,34 @@ class NcclExchange : public DeviceExchange {
 
 NcclCommunicator::~NcclCommunicator() {
   // Its groups are gone.
-  if (lost_peer_) abandon();
-  if (const nccl::Comm mine = comm_.exchange(nullptr)) (void)api_.ncclCommDestroy(mine);
+  for (std::atomic<nccl::Comm>* comm : {&apart_, &comm_}) {
+    if (lost_peer_) abort_comm(comm);
+    if (const nccl::Comm mine = comm->exchange(nullptr)) (void)api_.ncclCommDestroy(mine);
+  }
 }
 
-void NcclCommunicator::abandon() {
-  if (const nccl::Comm mine = comm_.exchange(nullptr)) (void)api_.ncclCommAbort(mine);
+Status NcclCommunicator::check_usable() const {
+  return comm_ != nullptr && !ended_ ? Status() : bad_state("comm: it was ended because a peer did not come");
+}
+
+Status NcclCommunicator::meet_apart(Backend* backend) {
+  if (apart_ != nullptr || size() == 1) return Status();
+  nccl::Comm fresh = nullptr;
+  NVTE_EP_TRY(backend->with_device([&] {
+    return check(api_, api_.ncclCommSplit(comm_, 0, rank(), &fresh, nullptr), "ncclCommSplit", comm_);
+  }));
+  apart_ = fresh;
+  return Status();
+}
+
+void NcclCommunicator::end_meetings() {
+  ended_ = true;
+  lost_peer_ = true;
+  abort_comm(apart_ != nullptr ? &apart_ : &comm_);
+}
+
+void NcclCommunicator::abort_comm(std::atomic<nccl::Comm>* comm) {
+  if (const nccl::Comm mine = comm->exchange(nullptr)) (void)api_.ncclCommAbort(mine);
 }
 
 Status make_nccl_id(uint8_t* unique_id) {
@@ -191,7 +209,7 @@ Status probe_nccl(const Communicator& comm, const GroupSettings& settings) {
 Status create_nccl(Communicator* comm, const GroupSettings& settings, Backend* backend,
                    std::unique_ptr<GroupTransport>* group) {
   NcclCommunicator& base = *static_cast<NcclCommunicator*>(comm);
-  if (base.comm() == nullptr) return bad_state("comm: it was ended because a peer did not come");
+  NVTE_EP_TRY(base.check_usable());
   auto exchange = std::make_unique<NcclExchange>(base.api(), settings, backend, comm->rank(), comm->size());
   NVTE_EP_TRY(exchange->open(&base));
   *group = make_device_group("nccl", settings, backend, comm->rank(), comm->size(), std::move(exchange));

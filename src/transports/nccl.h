@@ -21,17 +21,33 @@ class NcclCommunicator : public Communicator {
       : Communicator(NVTE_EP_COMM_NCCL, rank, size), api_(api), comm_(comm), device_(device) {}
   ~NcclCommunicator() override;
   const nccl::Api& api() const { return api_; }
-  nccl::Comm comm() const { return comm_; }  // null once abandoned
+  nccl::Comm comm() const { return comm_; }  // null once it is ended or forgotten
   int32_t device() const { return device_; }
-  // A peer does not come any more: what is in flight ends now (abandon), or the communicator goes without waiting for it.
-  void abandon();
+  // BAD_STATE where no more groups can be made of it.
+  Status check_usable() const;
+
+  // Where hosts meet that may wait in vain: comm() itself, until there is a group whose memory belongs to it. Null once ended.
+  nccl::Comm meeting_point() const {
+    const nccl::Comm apart = apart_;
+    return ended_ ? nullptr : apart != nullptr ? apart : comm_.load();
+  }
+  // From now on it is a communicator of its own, so that ending a wait takes nothing from the groups that live. Collective.
+  Status meet_apart(Backend* backend);
+  // A peer does not come any more: what is in flight at the meeting point ends now.
+  void end_meetings();
+
+  // A peer is lost: the communicator will go without waiting for it.
   void expect_lost_peer() { lost_peer_ = true; }
   // Kernels that nothing can end use it: it is left alone for ever.
   void forget() { comm_ = nullptr; }
 
  private:
+  void abort_comm(std::atomic<nccl::Comm>* comm);
+
   const nccl::Api& api_;
   std::atomic<nccl::Comm> comm_;
+  std::atomic<nccl::Comm> apart_{nullptr};
+  std::atomic<bool> ended_{false};
   int32_t device_;
   std::atomic<bool> lost_peer_{false};
 };

@@ -46,7 +46,7 @@ Status create_nccl_ep(Communicator* comm, const GroupSettings& settings, Backend
                             settings.num_sms);
   }
   NcclCommunicator* const base = static_cast<NcclCommunicator*>(comm);
-  if (base->comm() == nullptr) return bad_state("comm: it was ended because a peer did not come");
+  NVTE_EP_TRY(base->check_usable());
   auto ranks = std::make_unique<NcclEpRanks>(base->api(), settings, backend, comm->rank(), comm->size());
   NVTE_EP_TRY(ranks->open(base));
   *group = make_slot_group("nccl_ep", settings, backend, comm->rank(), comm->size(), std::move(ranks));

@@ -147,11 +147,11 @@ Status NcclEpRanks::allocate_symmetric(Backend* backend, int64_t bytes, void** m
       [&] { return check(nccl, nccl.ncclMemAlloc(&fresh, size), "ncclMemAlloc", ranks_.comm()); });
   Status status = ranks_.settle("symmetric memory", allocated, nullptr);
   if (status.ok()) {
-    status = backend_->with_device([&] {
-      return check(nccl,
-                   nccl.ncclCommWindowRegister(ranks_.comm(), fresh, size, &block.window,
-                                               nccl::kWindowCollectiveSymmetric),
-                   "ncclCommWindowRegister", ranks_.comm());
+    status = ranks_.use([&](nccl::Comm comm) {
+      return check(
+          nccl,
+          nccl.ncclCommWindowRegister(comm, fresh, size, &block.window, nccl::kWindowCollectiveSymmetric),
+          "ncclCommWindowRegister", comm);
     });
   }
   if (!status.ok()) {

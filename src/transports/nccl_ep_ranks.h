@@ -32,9 +32,7 @@ class NcclEpRanks : public RoutingRanks {
   Status open(NcclCommunicator* base);
 
   Status gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) override {
-    NVTE_EP_TRY(ranks_.watch().begin(stream));
-    NVTE_EP_TRY(ranks_.gather(mine, all, bytes, stream));
-    return ranks_.watch().end(stream);
+    return ranks_.watch().step(stream, [&] { return ranks_.gather(mine, all, bytes, stream); });
   }
   Status open_slots(const HandleSettings& settings, const Route& route,
                     std::unique_ptr<SlotExchange>* slots) override;
@@ -57,10 +55,9 @@ class NcclEpRanks : public RoutingRanks {
   // Enqueues calls of NCCL EP as one step.
   template <typename Function>
   Status step(const char* name, nvte_ep_stream_t stream, const Function& call) {
-    NVTE_EP_TRY(ranks_.watch().begin(stream));
-    NVTE_EP_TRY(
-        backend_->with_device([&] { return nccl::check(ranks_.api(), call(), name, ranks_.comm()); }));
-    return ranks_.watch().end(stream);
+    return ranks_.watch().step(stream, [&] {
+      return ranks_.use([&](nccl::Comm comm) { return nccl::check(ranks_.api(), call(), name, comm); });
+    });
   }
 
   const nccl_ep::Api& api() const { return *api_; }

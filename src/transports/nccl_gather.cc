@@ -9,18 +9,29 @@ namespace nvte_ep {
 
 Status NcclGather::gather(const char* step, const void* mine, int64_t bytes, void* all,
                           nvte_ep_stream_t stream) const {
+  const int64_t marked_bytes = bytes + static_cast<int64_t>(sizeof(Mark));
+  std::vector<uint8_t> marked(static_cast<size_t>(marked_bytes * size_));
+  const Mark mark = 1;
+  std::memcpy(marked.data(), mine, static_cast<size_t>(bytes));
+  std::memcpy(marked.data() + bytes, &mark, sizeof(mark));
   DeviceBuffer send, receive;
-  NVTE_EP_TRY(send.reserve(backend_, bytes));
-  NVTE_EP_TRY(receive.reserve(backend_, bytes * size_));
-  NVTE_EP_TRY(backend_->upload(send.as<void>(), mine, bytes, stream));
-  NVTE_EP_TRY(backend_->with_device([&] {
-    return nccl::check(api_,
-                       api_.ncclAllGather(send.as<void>(), receive.as<void>(), static_cast<size_t>(bytes),
-                                          nccl::kUint8, comm_, stream),
-                       "ncclAllGather", comm_);
-  }));
+  NVTE_EP_TRY(send.reserve(backend_, marked_bytes));
+  NVTE_EP_TRY(receive.reserve(backend_, marked_bytes * size_));
+  NVTE_EP_TRY(backend_->upload(send.as<void>(), marked.data(), marked_bytes, stream));
+  NVTE_EP_TRY(enqueue_(send.as<void>(), receive.as<void>(), marked_bytes, stream));
   NVTE_EP_TRY(wait_(step, stream));
-  return backend_->download(all, receive.as<void>(), bytes * size_, stream);
+  NVTE_EP_TRY(backend_->download(marked.data(), receive.as<void>(), marked_bytes * size_, stream));
+  for (int32_t r = 0; r < size_; ++r) {
+    std::memcpy(static_cast<uint8_t*>(all) + r * bytes, marked.data() + r * marked_bytes,
+                static_cast<size_t>(bytes));
+  }
+  return Status();
+}
+
+bool NcclGather::has_come(const uint8_t* of_rank, int64_t bytes) {
+  Mark mark;
+  std::memcpy(&mark, of_rank + bytes - sizeof(mark), sizeof(mark));
+  return mark != 0;
 }
 
 Status NcclGather::agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream) const {

@@ -18,8 +18,14 @@ class NcclGather {
   // Waits until the stream is idle, for a bounded time: NCCL itself waits for ever. After a failure the communicator is not
   // used any more.
   using Wait = std::function<Status(const char* step, nvte_ep_stream_t stream)>;
-  NcclGather(const nccl::Api& api, nccl::Comm comm, Backend* backend, int32_t size, Wait wait)
-      : api_(api), comm_(comm), backend_(backend), size_(size), wait_(std::move(wait)) {}
+  // Enqueues an all-gather of device memory, bytes a rank.
+  using Enqueue = std::function<Status(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream)>;
+  NcclGather(Backend* backend, int32_t size, Enqueue enqueue, Wait wait)
+      : backend_(backend), size_(size), enqueue_(std::move(enqueue)), wait_(std::move(wait)) {}
+
+  // What travels of a rank: its bytes, then a word that is not zero. Memory is zero before, so it shows who has come.
+  using Mark = int64_t;
+  static bool has_come(const uint8_t* of_rank, int64_t bytes);
 
   // all [size, bytes]: every rank's bytes, in the order of the ranks.
   Status gather(const char* step, const void* mine, int64_t bytes, void* all, nvte_ep_stream_t stream) const;
@@ -31,10 +37,9 @@ class NcclGather {
   Status settle(const char* step, const Status& mine, nvte_ep_stream_t stream) const;
 
  private:
-  const nccl::Api& api_;
-  const nccl::Comm comm_;
   Backend* const backend_;
   const int32_t size_;
+  const Enqueue enqueue_;
   const Wait wait_;
 };
 

@@ -26,16 +26,48 @@ Status NcclGroupComm::open(NcclCommunicator* base, const GroupSettings& settings
   return agree("group_create", agreement, nullptr);
 }
 
+Status NcclGroupComm::use(const std::function<Status(nccl::Comm comm)>& calls) {
+  class InUse {
+   public:
+    explicit InUse(NcclGroupComm* group) : group_(group) { set(true); }
+    ~InUse() { set(false); }
+
+   private:
+    void set(bool in_use) {
+      const std::lock_guard<std::mutex> lock(group_->use_mutex_);
+      group_->in_use_ = in_use;
+      group_->left_use_.notify_all();
+    }
+    NcclGroupComm* const group_;
+  };
+  NVTE_EP_TRY(failure());
+  nccl::Comm comm = nullptr;
+  Status called;
+  {
+    const InUse in_use(this);
+    NVTE_EP_TRY(alive(&comm));
+    called = backend_->with_device([&] { return calls(comm); });
+  }
+  const Status meanwhile = alive(&comm);
+  if (meanwhile.ok()) return called;
+  close();
+  return meanwhile;
+}
+
 Status NcclGroupComm::gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) {
-  return backend_->with_device([&] {
-    return check(api_, api_.ncclAllGather(mine, all, static_cast<size_t>(bytes), nccl::kUint8, comm_, stream),
-                 "ncclAllGather", comm_);
+  return use([&](nccl::Comm comm) {
+    return check(api_, api_.ncclAllGather(mine, all, static_cast<size_t>(bytes), nccl::kUint8, comm, stream),
+                 "ncclAllGather", comm);
   });
 }
 
 NcclGather NcclGroupComm::hosts() {
-  return NcclGather(api_, comm_, backend_, size_,
-                    [this](const char* step, nvte_ep_stream_t stream) { return wait(step, stream); });
+  return NcclGather(
+      backend_, size_,
+      [this](const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) {
+        return gather(mine, all, bytes, stream);
+      },
+      [this](const char* step, nvte_ep_stream_t stream) { return wait(step, stream); });
 }
 
 Status NcclGroupComm::agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream) {
@@ -65,15 +97,24 @@ Status NcclGroupComm::wait(const char* step, nvte_ep_stream_t stream) {
 }
 
 Status NcclGroupComm::failure() {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (!failure_.ok() || comm_ == nullptr) return failure_;
-  nccl::Result error = 0;
-  NVTE_EP_TRY(check(api_, api_.ncclCommGetAsyncError(comm_, &error), "ncclCommGetAsyncError", comm_));
-  if (error == 0 || error == nccl::kInProgress) return Status();
-  const Status failed =
-      fail(NVTE_EP_STATUS_PEER_FAILED, text("NCCL reports ", api_.ncclGetErrorString(error)));
-  close();
+  Status failed;
+  {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (!failure_.ok() || comm_ == nullptr) return failure_;
+    nccl::Result error = 0;
+    NVTE_EP_TRY(check(api_, api_.ncclCommGetAsyncError(comm_, &error), "ncclCommGetAsyncError", comm_));
+    if (error == 0 || error == nccl::kInProgress) return Status();
+    failed = fail(NVTE_EP_STATUS_PEER_FAILED, text("NCCL reports ", api_.ncclGetErrorString(error)));
+  }
+  (void)close_unless_used(std::chrono::milliseconds(0));
   return failed;
+}
+
+Status NcclGroupComm::alive(nccl::Comm* comm) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  *comm = comm_;
+  if (!failure_.ok() || comm_ != nullptr) return failure_;
+  return bad_state("the group is closed");
 }
 
 Status NcclGroupComm::check_watch() {
@@ -95,16 +136,32 @@ Status NcclGroupComm::fail(nvte_ep_status_t code, const std::string& message) {
 
 void NcclGroupComm::abort(const std::string& message) {
   (void)fail(NVTE_EP_STATUS_PEER_FAILED, message);
-  close();
+  // A call that NCCL keeps for long waits for a peer inside, and ends by the abort.
+  constexpr std::chrono::milliseconds kLong(200);
+  if (!close_unless_used(kLong)) close();
+}
+
+bool NcclGroupComm::close_unless_used(std::chrono::milliseconds patience) {
+  {
+    std::unique_lock<std::mutex> lock(use_mutex_);
+    if (!left_use_.wait_for(lock, patience, [this] { return !in_use_; })) return false;
+  }
+  close();  // who comes to use() now finds the failure
+  return true;
 }
 
 void NcclGroupComm::close() {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  base_ = nullptr;
-  const nccl::Comm mine = std::exchange(comm_, nullptr);
-  if (mine == nullptr || is_stuck()) return;
+  nccl::Comm mine = nullptr;
+  bool orderly = false;
+  {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    base_ = nullptr;
+    mine = std::exchange(comm_, nullptr);
+    if (mine == nullptr || is_stuck()) return;
+    orderly = failure_.ok();
+  }
   (void)backend_->with_device([&] {
-    (void)(failure_.ok() ? api_.ncclCommDestroy(mine) : api_.ncclCommAbort(mine));
+    (void)(orderly ? api_.ncclCommDestroy(mine) : api_.ncclCommAbort(mine));
     return Status();
   });
 }

@@ -2,6 +2,9 @@
 #ifndef NVTE_EP_TRANSPORTS_NCCL_GROUP_COMM_H_
 #define NVTE_EP_TRANSPORTS_NCCL_GROUP_COMM_H_
 
+#include <chrono>
+#include <condition_variable>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -44,6 +47,9 @@ class NcclGroupComm {
   // Begins and ends what is enqueued on a stream for one exchange.
   StepWatch& watch() { return watch_; }
 
+  // Calls of NCCL over the communicator, on the group's device, by the group's own thread. poll_error and abort come from any
+  // thread and may end the group meanwhile: the communicator does not go away under the calls.
+  Status use(const std::function<Status(nccl::Comm comm)>& calls);
   // All-gather of bytes a rank, in rank order.
   Status gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream);
   // Every rank's values to every rank's host; INVALID_ARGUMENT on all of them where they differ. Waits.
@@ -62,13 +68,17 @@ class NcclGroupComm {
   // Ends the group, and with it what is in flight: the communicator is this group's own.
   void abort(const std::string& message);
   // After a failure the communicator is aborted, else destroyed; left alone for ever where kernels that nothing can end may
-  // still use it.
+  // still use it. For the group's own thread.
   void close();
   // Whether such kernels may be on the device.
   bool is_stuck();
 
  private:
   NcclGather hosts();
+  // After fail(), by any thread: closes, unless the group's thread is in use() for so long; it will close when it comes out.
+  bool close_unless_used(std::chrono::milliseconds patience);
+  // What failure() knows; where it is OK, the communicator.
+  Status alive(nccl::Comm* comm);
 
   const nccl::Api& api_;
   Backend* const backend_;
@@ -78,7 +88,10 @@ class NcclGroupComm {
   NcclCommunicator* base_ = nullptr;  // until close
   nccl::Comm comm_ = nullptr;
   StepWatch watch_;
-  std::recursive_mutex mutex_;
+  std::mutex use_mutex_;
+  std::condition_variable left_use_;
+  bool in_use_ = false;
+  std::recursive_mutex mutex_;  // of base_, comm_ and failure_
   Status failure_;
 };
 

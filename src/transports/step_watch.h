@@ -9,7 +9,7 @@
 
 namespace nvte_ep {
 
-// A step is what lies between begin and end on a stream. Only the time for which it has been begun and not done counts, not
+// A step is what a call of step() puts on a stream. Only the time for which it has been begun and not done counts, not
 // the work before it. The oldest step that is not done and the newest one are kept: when the oldest is done, the newest takes
 // its place, so a step that never ends is found, at the latest, one time-out after it has become the oldest.
 // A captured step leaves no trace: replays are not watched.
@@ -21,8 +21,14 @@ class StepWatch {
   StepWatch& operator=(const StepWatch&) = delete;
 
   Status open();
-  Status begin(nvte_ep_stream_t stream);
-  Status end(nvte_ep_stream_t stream);
+  // enqueue() puts one step on the stream. Where it fails, what it may have put there is watched all the same.
+  template <typename Enqueue>
+  Status step(nvte_ep_stream_t stream, const Enqueue& enqueue) {
+    NVTE_EP_TRY(begin(stream));
+    const Status enqueued = enqueue();
+    const Status ended = end(stream);
+    return enqueued.ok() ? ended : enqueued;
+  }
 
   // TIMEOUT where a step takes too long. Never blocks; any thread.
   Status check();
@@ -38,6 +44,8 @@ class StepWatch {
     bool running = false;  // seen to have begun, at since
     Clock::time_point since;
   };
+  Status begin(nvte_ep_stream_t stream);
+  Status end(nvte_ep_stream_t stream);
   // Leaves the oldest step that is not done in oldest_.
   Status advance();
 

@@ -1,5 +1,6 @@
-// Memory of GPU 0, and a stream for each thread: ranks that share a GPU wait for each other in kernels, so that nothing here
-// may wait for the whole device.
+// Memory of GPU 0, and a stream for each thread. Ranks that share a GPU wait for each other in kernels, so nothing here waits for
+// the whole device or gives memory back to it, which does, and threads that come later take over the streams of those before,
+// since streams that share a queue of the device wait for each other.
 #ifndef NVTE_EP_TESTS_CUDA_MEMORY_H_
 #define NVTE_EP_TESTS_CUDA_MEMORY_H_
 
@@ -7,45 +8,105 @@
 
 #if defined(NVTE_EP_WITH_CUDA)
 #include <cuda_runtime_api.h>
+
+#include <map>
+#include <mutex>
 #endif
 
 namespace ep_test {
 
-// Null where there is no GPU.
+// There are so many queues, not 8. Before main, since CUDA looks once.
+inline const bool queues_are_set = setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0) == 0;
+
+#if defined(NVTE_EP_WITH_CUDA)
+inline void require_cuda(cudaError_t error) {
+  if (error == cudaSuccess) return;
+  std::fprintf(stderr, "CUDA: %s\n", cudaGetErrorString(error));
+  std::abort();  // nothing after this can be trusted
+}
+
+// A stream, and blocks of memory that were used on it and may be used on it again. One thread at a time has it.
+class CudaLane {
+ public:
+  CudaLane() { require_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+
+  cudaStream_t stream() const { return stream_; }
+  void* take(size_t bytes) {
+    size_t size = 4096;
+    while (size < bytes) size *= 2;
+    std::vector<void*>& free = free_[size];
+    void* block = nullptr;
+    if (free.empty()) {
+      require_cuda(cudaMalloc(&block, size));
+    } else {
+      block = free.back();
+      free.pop_back();
+    }
+    used_[block] = size;
+    return block;
+  }
+  void give_back(void* block) {
+    free_[used_.at(block)].push_back(block);
+    used_.erase(block);
+  }
+
+  // This thread's.
+  static CudaLane& mine() {
+    thread_local const Lease lease;
+    return *lease.lane;
+  }
+
+ private:
+  struct Lease {
+    Lease() {
+      const std::lock_guard<std::mutex> lock(mutex());
+      if (idle().empty()) {
+        lane = new CudaLane();  // never destroyed: the driver may be gone by then
+      } else {
+        lane = idle().back();
+        idle().pop_back();
+      }
+    }
+    ~Lease() {
+      require_cuda(cudaStreamSynchronize(lane->stream_));
+      const std::lock_guard<std::mutex> lock(mutex());
+      idle().push_back(lane);
+    }
+    CudaLane* lane;
+  };
+  static std::mutex& mutex() {
+    static std::mutex* const one = new std::mutex();
+    return *one;
+  }
+  static std::vector<CudaLane*>& idle() {
+    static std::vector<CudaLane*>* const all = new std::vector<CudaLane*>();
+    return *all;
+  }
+
+  cudaStream_t stream_ = nullptr;
+  std::map<size_t, std::vector<void*>> free_;
+  std::map<void*, size_t> used_;
+};
+#endif
+
+// Null where there is no GPU. An array goes where it was made: on its thread.
 inline const Memory* cuda_memory() {
 #if defined(NVTE_EP_WITH_CUDA)
   static const int devices = [] {
     int count = 0;
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
   }();
-  static const auto require_cuda = [](cudaError_t error) {
-    if (error == cudaSuccess) return;
-    std::fprintf(stderr, "CUDA: %s\n", cudaGetErrorString(error));
-    std::abort();
-  };
-  static const auto stream = [] {
-    thread_local const cudaStream_t mine = [] {
-      cudaStream_t s;
-      require_cuda(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
-      return s;
-    }();
-    return mine;
-  };
   static const Memory memory = {"cuda",
                                 NVTE_EP_DEVICE_CUDA,
-                                [](size_t bytes) {
-                                  void* pointer = nullptr;
-                                  require_cuda(cudaMallocAsync(&pointer, bytes, stream()));
-                                  require_cuda(cudaStreamSynchronize(stream()));
-                                  return pointer;
-                                },
-                                [](void* pointer) { require_cuda(cudaFreeAsync(pointer, stream())); },
+                                [](size_t bytes) { return CudaLane::mine().take(bytes); },
+                                [](void* block) { CudaLane::mine().give_back(block); },
                                 [](void* to, const void* from, size_t bytes) {
-                                  require_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream()));
-                                  require_cuda(cudaStreamSynchronize(stream()));
+                                  const cudaStream_t stream = CudaLane::mine().stream();
+                                  require_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
+                                  require_cuda(cudaStreamSynchronize(stream));
                                 },
                                 0,
-                                [] { return static_cast<nvte_ep_stream_t>(stream()); }};
+                                [] { return static_cast<nvte_ep_stream_t>(CudaLane::mine().stream()); }};
   return devices > 0 ? &memory : nullptr;
 #else
   return nullptr;

@@ -2,6 +2,7 @@
 #ifndef NVTE_EP_TESTS_RANKS_H_
 #define NVTE_EP_TESTS_RANKS_H_
 
+#include <exception>
 #include <functional>
 #include <initializer_list>
 #include <stdexcept>
@@ -52,7 +53,13 @@ class Owned {
   Object object_ = nullptr;
 };
 using Comm = Owned<nvte_ep_comm_t, nvte_ep_comm_destroy>;
-using Group = Owned<nvte_ep_group_t, nvte_ep_group_destroy>;
+
+// A rank that a failure takes out of its test ends the group, so that no peer waits for it.
+inline nvte_ep_status_t end_group(nvte_ep_group_t group) {
+  if (group != nullptr && std::uncaught_exceptions() > 0) (void)nvte_ep_group_abort(group);
+  return nvte_ep_group_destroy(group);
+}
+using Group = Owned<nvte_ep_group_t, end_group>;
 using Handle = Owned<nvte_ep_handle_t, nvte_ep_handle_destroy>;
 
 struct WorldId {

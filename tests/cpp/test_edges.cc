@@ -14,6 +14,8 @@ using namespace ep_test;
 
 class Edges : public InEveryVenue {};
 NVTE_EP_IN_EVERY_VENUE(Edges);
+class HostEdges : public InEveryVenue {};
+NVTE_EP_ON_THE_HOST(HostEdges);
 
 // The format and receive kinds that matter for what arrives.
 std::vector<LayerCase> receive_cases(const std::string& name) {
@@ -51,7 +53,7 @@ TEST_P(Edges, NoTokensOnSomeOrAllRanks) {
   }
 }
 
-TEST_P(Edges, ARankWithNoTokensMayPassNothing) {
+TEST_P(HostEdges, ARankWithNoTokensMayPassNothing) {
   const int64_t hidden = 64;
   run_ranks(2, [&](Rank& rank) {
     nvte_ep_group_config_t config = group_config(2, hidden, 4, 16);
@@ -113,7 +115,7 @@ TEST_P(Edges, ARankAndExpertsThatReceiveNothing) {
   }
 }
 
-TEST_P(Edges, AnExpertWithoutTokensHasAmaxZero) {
+TEST_P(HostEdges, AnExpertWithoutTokensHasAmaxZero) {
   const Memory& memory = *GetParam().memory;
   nvte_ep_operand_config_t layout_config = NVTE_EP_OPERAND_CONFIG_INIT;
   layout_config.format = NVTE_EP_FORMAT_NVFP4;
@@ -177,7 +179,7 @@ TEST_P(Edges, TokensChangeFromStepToStepOnOneHandle) {
 
 // ---- ranks that disagree on a setting (all settings: test_failures.cc) --------------------------------------------------------
 
-TEST_P(Edges, DisagreementIsRefusedOnEveryRank) {
+TEST_P(HostEdges, DisagreementIsRefusedOnEveryRank) {
   run_ranks(3, [&](Rank& rank) {
     nvte_ep_group_config_t config = group_config(3, rank.rank == 1 ? 64 : 32, 4, 16);
     config.transport = GetParam().transport;
@@ -256,7 +258,7 @@ TEST_P(Edges, TheFirstMentionOfAnExpertCounts) {
 
 // ---- a wrong argument (all of them: test_arguments.cc) ------------------------------------------------------------------------
 
-TEST_P(Edges, AWrongArgumentIsNamedAndChangesNothing) {
+TEST_P(HostEdges, AWrongArgumentIsNamedAndChangesNothing) {
   run_ranks(2, [&](Rank& rank) {
     const Memory& memory = *GetParam().memory;
     nvte_ep_group_config_t config = group_config(2, 32, 4, 32);
@@ -597,7 +599,7 @@ TEST(HostileRows, IllegalTokenScalesReadAsNanAndTheSignOfAScaleIsIgnored) {
 
 // ---- stochastic rounding -----------------------------------------------------------------------------------------------------------
 
-TEST_P(Edges, StochasticRoundingFollowsIdsAndNotRanksOrTime) {
+TEST_P(HostEdges, StochasticRoundingFollowsIdsAndNotRanksOrTime) {
   const int64_t hidden = 256, tokens = 8;
   const Memory& memory = *GetParam().memory;
   std::vector<float> x(static_cast<size_t>(tokens * hidden), 2.5f);  // halfway between two codes
@@ -649,7 +651,7 @@ nvte_ep_tensor_t view(void* base, int64_t offset, int64_t rows, int64_t columns,
                            info_of(type).bits, memory.device_type, 0);
 }
 
-TEST_P(Edges, ZeroCopyTensorsLieInSymmetricMemoryAtEqualOffsets) {
+TEST_P(HostEdges, ZeroCopyTensorsLieInSymmetricMemoryAtEqualOffsets) {
   const int64_t hidden = 64, slots = 16, tokens = 4;
   const Memory& memory = *GetParam().memory;
   run_ranks(2, [&](Rank& rank) {
@@ -719,7 +721,7 @@ TEST_P(Edges, ZeroCopyTensorsLieInSymmetricMemoryAtEqualOffsets) {
   });
 }
 
-TEST_P(Edges, SymmetricMemoryIsCollectiveWithEqualSizes) {
+TEST_P(HostEdges, SymmetricMemoryIsCollectiveWithEqualSizes) {
   run_ranks(3, [&](Rank& rank) {
     nvte_ep_group_config_t config = group_config(3, 32, 4, 16);
     config.transport = GetParam().transport;

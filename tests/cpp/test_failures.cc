@@ -25,7 +25,7 @@ using namespace ep_test;
 using Clock = std::chrono::steady_clock;
 
 class Failures : public ::testing::TestWithParam<Venue> {};
-NVTE_EP_IN_EVERY_VENUE(Failures);
+NVTE_EP_ON_THE_HOST(Failures);
 
 constexpr int64_t kHidden = 32;
 constexpr int64_t kTokens = 4;
@@ -593,6 +593,34 @@ TEST_P(Failures, PollErrorTellsOneFindingAtATimeAndSumsUp) {
     second = Handle();
     expect(NVTE_EP_STATUS_OVERFLOW, nullptr, 2, 32);  // its handle is gone
     expect(NVTE_EP_STATUS_OK, nullptr, 0, 0);
+  });
+}
+
+// As test_findings.cc has it of what devices report.
+TEST_P(Failures, NeededRowsAreOfTheStepsThatWereNotReported) {
+  run_ranks(1, [&](Rank& rank) {
+    nvte_ep_group_config_t config = group_config(2, kHidden, 24, 8);
+    config.transport = GetParam().transport;
+    const Group group = make_group(rank, config);
+    const Handle handle = make_handle(group, handle_config(1, 4));
+    const auto step = [&](int64_t tokens) {
+      Array idx(*GetParam().memory, Type::kInt64, {tokens, 1},
+                bytes_of(std::vector<int64_t>(static_cast<size_t>(tokens), 0)));
+      require(prepare(handle, &idx));
+    };
+    const auto expect = [&](int64_t dropped, int64_t needed) {
+      const nvte_ep_error_info_t info = poll(group);
+      EXPECT_EQ(info.status, NVTE_EP_STATUS_OVERFLOW);
+      EXPECT_EQ(info.count, dropped);
+      EXPECT_EQ(info.needed_rows, needed);
+      EXPECT_EQ(poll(group).status, NVTE_EP_STATUS_OK);
+    };
+    step(23);
+    step(13);
+    step(5);  // fits
+    expect(15 + 5, 24);
+    step(17);
+    expect(9, 20);
   });
 }
 

@@ -14,6 +14,8 @@ using namespace ep_test;
 
 class FieldCases : public InEveryVenue {};
 NVTE_EP_IN_EVERY_VENUE(FieldCases);
+class HostFieldCases : public InEveryVenue {};
+NVTE_EP_ON_THE_HOST(HostFieldCases);
 
 Step step_of(const LayerCase& c, const std::vector<int64_t>& tokens, uint64_t salt = 0) {
   Random random(seed_of(c.name) + salt);
@@ -139,7 +141,7 @@ TEST_P(FieldCases, BC08_TheSameExpertTwiceInARow) {
   }
 }
 
-TEST_P(FieldCases, BC10_WideRouting) {
+TEST_P(HostFieldCases, BC10_WideRouting) {
   const struct {
     int top_k, experts;
     int64_t hidden;
@@ -235,7 +237,7 @@ TEST_P(FieldCases, BC11_LayersOfOddHiddenSizes) {
 
 // More than 4 GiB of slots of which a few are used: costs address space, not memory or time. (Rows beyond 2^31 elements are
 // reached in test_edges.cc.)
-TEST_P(FieldCases, BC12_AHugeReceiveBufferOfWhichLittleIsUsed) {
+TEST_P(HostFieldCases, BC12_AHugeReceiveBufferOfWhichLittleIsUsed) {
   if (GetParam().memory->device_type != NVTE_EP_DEVICE_CPU)
     GTEST_SKIP() << "needs address space that costs nothing: host memory";
   const int64_t hidden = 16384, capacity = 270336;
@@ -302,7 +304,7 @@ TEST(LocalFieldCases, BC12_SizesThatDoNotFitAreRefused) {
 }
 
 // Host memory: a call has done all reading of every rank when it returns, so inputs may be reused at once.
-TEST_P(FieldCases, BC14_InputsMayBeReusedWhenACallReturns) {
+TEST_P(HostFieldCases, BC14_InputsMayBeReusedWhenACallReturns) {
   const int64_t hidden = 512, tokens = 64;
   const Memory& memory = *GetParam().memory;
   run_ranks(3, [&](Rank& rank) {
@@ -520,7 +522,7 @@ TEST_P(FieldCases, BC23_OverflowInEveryMeasure) {
   }
 }
 
-TEST_P(FieldCases, BC23_ConfigsOfOtherSizes) {
+TEST_P(HostFieldCases, BC23_ConfigsOfOtherSizes) {
   run_ranks(2, [&](Rank& rank) {
     struct Later {
       nvte_ep_group_config_t known;
@@ -547,7 +549,7 @@ TEST_P(FieldCases, BC23_ConfigsOfOtherSizes) {
 
 // ---- extras -------------------------------------------------------------------------------------------------------------------------
 
-TEST_P(FieldCases, BX1_ADeadOrLatePeer) {
+TEST_P(HostFieldCases, BX1_ADeadOrLatePeer) {
   for (int64_t timeout_ms : {500, 1000}) {
     std::atomic<bool> over{false};
     run_ranks(3, [&](Rank& rank) {
@@ -579,7 +581,7 @@ TEST_P(FieldCases, BX1_ADeadOrLatePeer) {
   }
 }
 
-TEST_P(FieldCases, BX2_NoLimitIsFoundByAnAbort) {
+TEST_P(HostFieldCases, BX2_NoLimitIsFoundByAnAbort) {
   run_ranks(9, [&](Rank& rank) {  // nine ranks, 8193 tokens each
     nvte_ep_group_config_t config = group_config(9, 16, 8193, 0);
     config.transport = GetParam().transport;
@@ -613,7 +615,7 @@ TEST_P(FieldCases, BX4_ExtremeTokens) {
 }
 
 // One rank is a plain local permute: the tokens of two ranks, given by one, arrive in the same order with the same bytes.
-TEST_P(FieldCases, BX4_AGroupOfOneGivesTheSameBytes) {
+TEST_P(HostFieldCases, BX4_AGroupOfOneGivesTheSameBytes) {
   const int64_t hidden = 64;
   const int experts = 4, top_k = 2;
   const Memory& memory = *GetParam().memory;
@@ -686,7 +688,7 @@ class FencedTail {
   uint8_t* data_ = nullptr;
 };
 
-TEST_P(FieldCases, BX6_TheUnusedTailIsNeitherReadNorWritten) {
+TEST_P(HostFieldCases, BX6_TheUnusedTailIsNeitherReadNorWritten) {
   if (GetParam().memory->device_type != NVTE_EP_DEVICE_CPU)
     GTEST_SKIP() << "needs pages that fault: host memory";
   // 32 slots in use of 256: eight times the rows received.

@@ -56,8 +56,7 @@ class StepWatchTest : public ::testing::Test {
 
   // Its first mark is one further on the stream, its second two.
   void step() {
-    ASSERT_TRUE(watch_.begin(nullptr).ok());
-    ASSERT_TRUE(watch_.end(nullptr).ok());
+    ASSERT_TRUE(watch_.step(nullptr, [] { return Status(); }).ok());
   }
   int32_t seen() { return watch_.check().code(); }
   static void wait() { std::this_thread::sleep_for(kTimeout + std::chrono::milliseconds(10)); }
@@ -128,11 +127,27 @@ TEST_F(StepWatchTest, CapturedStepLeavesNoTrace) {
 }
 
 TEST_F(StepWatchTest, StepThatIsBeingEnqueuedIsPending) {
-  ASSERT_TRUE(watch_.begin(nullptr).ok());
-  EXPECT_TRUE(watch_.pending());
-  ASSERT_TRUE(watch_.end(nullptr).ok());
+  const Status enqueued = watch_.step(nullptr, [&] {
+    device_.passed = 1;
+    EXPECT_TRUE(watch_.pending());
+    return Status();
+  });
+  ASSERT_TRUE(enqueued.ok());
   device_.passed = 2;
   EXPECT_FALSE(watch_.pending());
+}
+
+TEST_F(StepWatchTest, StepThatIsRefusedIsWatchedForWhatItEnqueued) {
+  EXPECT_EQ(watch_.step(nullptr, [] { return invalid_argument("no"); }).code(),
+            NVTE_EP_STATUS_INVALID_ARGUMENT);
+  EXPECT_TRUE(watch_.pending());
+  device_.passed = 1;
+  EXPECT_EQ(seen(), NVTE_EP_STATUS_OK);
+  wait();
+  EXPECT_EQ(seen(), NVTE_EP_STATUS_TIMEOUT);
+  device_.passed = 2;
+  EXPECT_FALSE(watch_.pending());
+  EXPECT_EQ(seen(), NVTE_EP_STATUS_OK);
 }
 
 TEST(StepWatchLife, MarksAreGivenBack) {

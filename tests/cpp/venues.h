@@ -63,6 +63,7 @@ inline const std::vector<Venue>& venues() {
         if (!takes_memory(ids.at(name), *memory)) continue;
         Venue venue{name + "_" + memory->name, ids.at(name), memory};
         venue.exact_sums = venue.mxfp8_sums = name == "threads";
+        if (memory->device_type != NVTE_EP_DEVICE_CPU) venue.max_ranks = 8;  // more only share the same GPU
         found.push_back(venue);
       }
     }
@@ -71,15 +72,37 @@ inline const std::vector<Venue>& venues() {
   return all;
 }
 
-// A suite whose tests run in every venue.
+// Every item in every venue that takes so many ranks.
+template <typename Item>
+std::vector<std::pair<Venue, Item>> in_venues(const std::vector<Item>& items) {
+  std::vector<std::pair<Venue, Item>> rows;
+  for (const Venue& venue : venues()) {
+    for (const Item& item : items) {
+      if (item.ranks <= venue.max_ranks) rows.emplace_back(venue, item);
+    }
+  }
+  return rows;
+}
+
+// A suite whose tests run in every venue, or on the host.
 class InEveryVenue : public ::testing::TestWithParam<Venue> {
  protected:
   void run(const LayerCase& c, const std::vector<Step>& steps) { run_layer(GetParam(), c, steps); }
 };
+// Tests of host memory: a call is over, on every rank, when it returns. What they are about is tested on devices by
+// tests/distributed and tests/cuda.
+inline std::vector<Venue> host_venues() {
+  std::vector<Venue> found;
+  std::copy_if(venues().begin(), venues().end(), std::back_inserter(found),
+               [](const Venue& v) { return v.memory->device_type == NVTE_EP_DEVICE_CPU; });
+  return found;
+}
 inline std::string venue_name(const ::testing::TestParamInfo<Venue>& info) { return info.param.name; }
 
 }  // namespace ep_test
 
+#define NVTE_EP_ON_THE_HOST(suite) \
+  INSTANTIATE_TEST_SUITE_P(Host, suite, ::testing::ValuesIn(ep_test::host_venues()), ep_test::venue_name)
 #define NVTE_EP_IN_EVERY_VENUE(suite) \
   INSTANTIATE_TEST_SUITE_P(Venues, suite, ::testing::ValuesIn(ep_test::venues()), ep_test::venue_name)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Shows that soak_peer can fail: builds the library with a broken meeting and expects wrong rows of it.
+"""Shows that soak_peer can fail: builds the library with a broken meeting and expects to be told.
 
     python3 tests/cuda/soak_mutants.py BUILD [--build-only | --run-only] [SOAK_ARGUMENT...]
 
@@ -123,7 +123,7 @@ def main() -> int:
         if "--build-only" in steps:
             continue
         code, output = soak(build, library, arguments)
-        found = code == 1 and "wrong" in output
+        found = code == 1  # wrong rows, or a report of what nobody did
         verdict = "found" if found else "NOT FOUND"
         print(f"{mutant.name}: {verdict} (exit {code})\n  {output[-400:]}", flush=True)
         if not found:

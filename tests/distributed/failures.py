@@ -25,8 +25,9 @@ from nvte_ep import (
 )
 
 from distributed.cases import DTYPES, Case
+from distributed.checks import assert_same_step
 from distributed.launcher import Rank
-from distributed.steps import Step, findings, open_group, open_handle, step_on
+from distributed.steps import Step, findings, group_settings, open_group, open_handle, step_on
 from distributed.transports import Transport
 
 TIMEOUT_NS = 1_000_000_000
@@ -107,6 +108,9 @@ def one_stalls(rank: Rank, transport: Transport, case: Case, step: str, culprit:
         # It misses its peers on the device now, and cannot know that they had missed it.
         with pytest.raises(FATAL):
             call()
+            # What they sent before they gave up may be all that it needs, where that does not travel.
+            assert not transport.aborts_travel
+            call()
         close_dead(group, handle, case, rank.index)
     else:
         statuses = (Status.TIMEOUT,) if transport.calls_meet else (Status.TIMEOUT, Status.PEER_FAILED)
@@ -177,12 +181,12 @@ def one_leaves(rank: Rank, transport: Transport, case: Case, culprit: int) -> No
 
 
 def one_never_creates(rank: Rank, transport: Transport, case: Case, culprit: int) -> None:
-    comm = transport.connect(rank)
-    settings: dict[str, Any] = {
-        "num_experts": case.experts,
-        "hidden": case.hidden,
-        "max_tokens_per_rank": case.max_tokens,
-    }
+    """The others are told who it was; the communicator is over, and a group that it had before lives on."""
+    comm = transport.connect(rank, keep=False)
+    settings = group_settings(case)
+    before = transport.another_group(rank, comm, **settings)
+    handle = open_handle(before, case)
+    expected = step_on(rank, handle, case)
     if rank.index == culprit:
         rank.barrier()
     else:
@@ -193,6 +197,10 @@ def one_never_creates(rank: Rank, transport: Transport, case: Case, culprit: int
         rank.barrier()
     with pytest.raises(PeerTimeoutError) if rank.index == culprit else pytest.raises(NvteEpError):
         transport.another_group(rank, comm, timeout_ns=TIMEOUT_NS, **settings)
+    rank.barrier()
+    assert_same_step(step_on(rank, handle, case), expected)
+    handle.close()
+    before.close()
 
 
 def aborted_by_another_thread(rank: Rank, transport: Transport, case: Case) -> None:
@@ -220,6 +228,10 @@ def aborted_by_another_thread(rank: Rank, transport: Transport, case: Case) -> N
         rank.barrier()
     if rank.index == 1 and not transport.aborts_travel:
         group.abort()
+    # A host that calls nothing learns of it by poll_error, some milliseconds late.
+    end = time.monotonic() + TIMEOUT_S
+    while group.poll_error() is None and time.monotonic() < end:
+        time.sleep(0.005)
     assert_dead(transport, group, handle, case, rank.index, 0, (Status.PEER_FAILED,))
 
 

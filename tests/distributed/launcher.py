@@ -48,6 +48,10 @@ class RankDied(RuntimeError):
     """The process of a rank ended without a result."""
 
 
+class RankFailed(RuntimeError):
+    """The outcome of a rank cannot travel between processes as it is; the text tells it."""
+
+
 # ---- what ranks tell each other before they have a communicator --------------------------------------------
 
 
@@ -483,11 +487,15 @@ class _ProcessRank(Rank):
 
 
 def _pickled(outcome: tuple[Any, BaseException | None]) -> bytes:
-    """What cannot be pickled, or unpickled, becomes a RuntimeError that says so."""
+    """What cannot be pickled, or unpickled, becomes a RankFailed: that of an error (pytest's own cannot be)
+    with its text, that of a result says why."""
     try:
         data = pickle.dumps(outcome)
         pickle.loads(data)
         return data
     except Exception as problem:
-        what = outcome[1] if outcome[1] is not None else outcome[0]
-        return pickle.dumps((None, RuntimeError(f"{what!r} does not survive pickling: {problem}")))
+        value, error = outcome
+        text = f"{value!r} does not survive pickling: {problem}"
+        if error is not None:
+            text = f"{type(error).__name__}: {error}"
+        return pickle.dumps((None, RankFailed(text)))

@@ -118,5 +118,12 @@ def raise_unpicklable(_: Rank) -> None:
     raise Unpicklable("has a lock", threading.Lock())
 
 
+def fail_a_check_of_pytest(_: Rank) -> None:
+    import pytest
+
+    with pytest.raises(ValueError):
+        pass
+
+
 def return_unpicklable(_: Rank) -> Any:
     return lambda: None

@@ -83,8 +83,8 @@ def has_columnwise(format: str, alignment: int) -> bool:
     return alignment >= BLOCK[format] > 0
 
 
-def open_group(rank: Rank, transport: Transport, case: Case, **changes: Any) -> Group:
-    settings: dict[str, Any] = {
+def group_settings(case: Case) -> dict[str, Any]:
+    return {
         "num_experts": case.experts,
         "hidden": case.hidden,
         "max_tokens_per_rank": case.max_tokens,
@@ -92,7 +92,10 @@ def open_group(rank: Rank, transport: Transport, case: Case, **changes: Any) -> 
         "max_top_k": case.top_k,
         "overflow": case.overflow,
     }
-    return transport.join(rank, **(settings | changes))
+
+
+def open_group(rank: Rank, transport: Transport, case: Case, **changes: Any) -> Group:
+    return transport.join(rank, **(group_settings(case) | changes))
 
 
 def open_handle(group: Group, case: Case, **changes: Any) -> Handle:

@@ -21,6 +21,7 @@ from distributed.launcher import (
     ProcessPool,
     Rank,
     RankDied,
+    RankFailed,
     RanksHung,
     run_processes,
     run_threads,
@@ -164,9 +165,16 @@ def test_each_process_has_its_environment() -> None:
     assert devices == ["7", "6"]
 
 
-@pytest.mark.parametrize("body", [bodies.raise_unpicklable, bodies.return_unpicklable])
-def test_what_cannot_be_pickled_is_still_reported(body: Callable[..., Any]) -> None:
-    with pytest.raises(RuntimeError, match="does not survive pickling"):
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (bodies.raise_unpicklable, "^Unpicklable: has a lock$"),
+        (bodies.fail_a_check_of_pytest, "^Failed: DID NOT RAISE"),
+        (bodies.return_unpicklable, "does not survive pickling"),
+    ],
+)
+def test_what_cannot_be_pickled_is_still_reported(body: Callable[..., Any], text: str) -> None:
+    with pytest.raises(RankFailed, match=text):
         run_processes(1, body)
 
 

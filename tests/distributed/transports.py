@@ -123,14 +123,14 @@ class Transport:
     def device_of(self, rank: Rank) -> Device:
         return (CUDA_TYPE, rank.index % max(1, count_gpus())) if self.on_device else CPU
 
-    def connect(self, rank: Rank) -> Communicator:
+    def connect(self, rank: Rank, *, keep: bool = True) -> Communicator:
         """A communicator of all ranks. One of processes takes long to make, and is kept for later jobs."""
         key = f"communicator of {rank.size}"
-        if key not in rank.session:
+        if key not in rank.session or not keep:
             shared_id = rank.broadcast(lambda: nvte_ep.unique_id(self.communicator))
             options = {"device_id": self.device_of(rank)[1], "timeout_ns": TIMEOUT_NS}
             made = Communicator(self.communicator, rank.size, rank.index, shared_id, **options)
-            if not self.in_processes:
+            if not self.in_processes or not keep:
                 return made
             rank.session[key] = made
         kept: Communicator = rank.session[key]

@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the launcher 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 # JAX takes most of a GPU's memory otherwise, and there are others in this process.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Streams of one process share so many queues of a GPU, and ranks that wait for each other must share none.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 from device_arrays import PRODUCERS, Delay, NewStream, Producer, RawMemory
 

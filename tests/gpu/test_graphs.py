@@ -225,6 +225,7 @@ def test_a_capture_makes_no_results(torch: Any) -> None:
 def test_a_refused_call_leaves_the_capture_as_it_was(torch: Any) -> None:
     x = torch.from_numpy(tokens(0).array.view(np.int16)).to("cuda").view(torch.bfloat16)
     rows = torch.empty((TOKENS, nvte_ep.row_bytes("mxfp8", HIDDEN)), dtype=torch.uint8, device="cuda")
+    too_wide = torch.empty((TOKENS, HIDDEN + 32), dtype=torch.bfloat16, device="cuda")
     nvte_ep.mxfp8_pack(x, out=rows)
     torch.cuda.synchronize()
     rows.zero_()
@@ -233,7 +234,9 @@ def test_a_refused_call_leaves_the_capture_as_it_was(torch: Any) -> None:
         with pytest.raises(nvte_ep.InvalidArgumentError):
             nvte_ep.mxfp8_pack(x, out=rows[:-1])
         with pytest.raises(nvte_ep.InvalidArgumentError):
-            nvte_ep.mxfp8_unpack(rows, HIDDEN + 32)
+            nvte_ep.mxfp8_unpack(rows, HIDDEN + 32, out=too_wide)
+        with pytest.raises(nvte_ep.BadStateError):
+            nvte_ep.mxfp8_unpack(rows, HIDDEN)  # would make its output
         nvte_ep.mxfp8_pack(x, out=rows)
     graph.replay()
     same_bytes("rows", rows.cpu().numpy(), nvte_ep.mxfp8_pack(tokens(0).array, dtype="bfloat16").numpy())

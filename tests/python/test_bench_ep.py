@@ -375,6 +375,8 @@ def test_recorder(tmp_path: Path) -> None:
         nvte_ep.nvfp4_pack(tokens, out=rows)
     wanted = rows.numpy().copy()
     rows.numpy()[:] = 0
+    recorder.idle()()
+    assert not rows.numpy().any()
     recorder.bare()()
     np.testing.assert_array_equal(rows.numpy(), wanted)
     with Recorder() as recorder:

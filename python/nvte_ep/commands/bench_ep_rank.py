@@ -218,11 +218,11 @@ class Bench:
         if self.ranks.rank == 0:
             with Recorder() as recorder:
                 call()
-            bare = recorder.bare()
+            bare, idle = recorder.bare(), recorder.idle()
         else:
             call()
-            bare = call
-        c = self.clock.host_time(bare)
+            bare, idle = call, lambda: None
+        c = self.clock.host_time(bare) - self.clock.host_time(idle)
         launches = self.machine.nodes(call)
         self.ranks.meet()
         return HostCall(python, c, launches)

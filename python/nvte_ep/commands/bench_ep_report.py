@@ -16,7 +16,7 @@ class HostCall:
     """Host time of a call, in microseconds."""
 
     python: float
-    c: float | None  # the same call through ctypes, with its arguments made before
+    c: float | None  # the same call with its arguments made before, less what ctypes takes to make it
     launches: int  # what it puts on the device
 
     @property

@@ -203,9 +203,10 @@ __global__ void __launch_bounds__(kOffsetThreads) offsets_kernel(Route r) {
       r.totals[1] = dropped;
       r.totals[2] = offset;
     }
-    if (r.history) {
+    if (r.history && dropped > 0) {
+      const int64_t reported = *static_cast<const volatile int64_t*>(r.reported);
+      r.history[1] = largest_need(offset, r.history[1], r.history[0], reported);
       r.history[0] += dropped;
-      r.history[1] = max(r.history[1], offset);
     }
   }
 }

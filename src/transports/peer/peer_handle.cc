@@ -123,6 +123,7 @@ class PeerHandle : public HandleTransport {
     a.counters = counters_;
     a.told = told_;
     a.report = report_.memory();
+    a.reported = report_.reported();
     NVTE_EP_TRY(group_->launch(stream, [&](const LaunchContext& c) {
       NVTE_EP_TRY(launch_prepare(a, c));
       return last_captured(stream, &after_prepare_);

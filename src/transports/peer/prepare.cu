@@ -5,7 +5,7 @@
 //   scan     experts side by side: where each chunk's copies of an expert begin
 //   assign   a warp a chunk of every rank: each copy's slot; the slabs are laid out by every block for itself
 //
-// A few tokens are one block's work: prepare_few.cu.
+// A few tokens are the work of one cluster of blocks: prepare_few.cu.
 #include "transports/peer/prepare.h"
 
 #include "device/kernel_order.cuh"
@@ -152,6 +152,30 @@ __global__ void __launch_bounds__(kScanThreads) scan_chunks(const PrepareArgumen
 
 // ---- slabs --------------------------------------------------------------------------------------------------------
 
+// The slabs of all ranks, in shared memory.
+struct Slabs {
+  int64_t* offset;  // [num_experts + 1] padded rows before an expert, ranks counted through
+  int32_t* begin;   // [num_experts] first slot on the expert's rank
+  int32_t* kept;    // [num_experts]
+
+  static __host__ __device__ int64_t bytes(int experts) {
+    return (static_cast<int64_t>(experts) + 1) * 8 + experts * int64_t{8};
+  }
+  __device__ Slabs(void* memory, int experts)
+      : offset(static_cast<int64_t*>(memory)),
+        begin(reinterpret_cast<int32_t*>(offset + experts + 1)),
+        kept(begin + experts) {}
+
+  // One thread an expert, when all offsets are known.
+  __device__ __forceinline__ void place(const RouteMaps& m, int expert, int32_t routed) const {
+    const int64_t first = offset[expert / m.local_experts() * m.local_experts()];
+    const int64_t from = min(offset[expert] - first, m.capacity);
+    const int64_t end = min(offset[expert + 1] - first, m.capacity);
+    begin[expert] = static_cast<int32_t>(from);
+    kept[expert] = static_cast<int32_t>(min(static_cast<int64_t>(routed), end - from));
+  }
+};
+
 // Exclusive prefix sum over the block; *total is the sum. Every thread calls.
 __device__ int64_t block_prefix(int64_t value, int64_t* total) {
   __shared__ int64_t warp_sum[kMaxWarps];
@@ -189,6 +213,51 @@ __device__ void lay_out_slabs(const RouteMaps& m, const int32_t* totals, const S
   __syncthreads();
   for (int e = static_cast<int>(threadIdx.x); e < m.num_experts; e += threads) s.place(m, e, totals[e]);
   __syncthreads();
+}
+
+__device__ __forceinline__ int64_t slab_end(const RouteMaps& m, const Slabs& s, int expert) {
+  return min(s.offset[expert + 1] - s.offset[m.rank * m.local_experts()], m.capacity);
+}
+
+// A warp: the counts of this rank's experts to whoever reads them.
+__device__ void tell_counts(const PrepareArguments& a, const int32_t* totals, const Slabs& s) {
+  const RouteMaps& m = a.maps;
+  const int local = m.local_experts();
+  const int first_expert = m.rank * local;
+  const int lane = lane_id();
+  int64_t scale_rows = 0;
+  int32_t dropped = 0;
+  for (int first = 0; first < local; first += kWarp) {
+    const int i = first + lane;
+    const int e = first_expert + i;
+    const bool live = i < local;
+    const int64_t rows = live ? slab_end(m, s, e) - s.begin[e] : 0;
+    int64_t scale_end = (rows + 127) & ~int64_t{127};
+#pragma unroll
+    for (int d = 1; d < kWarp; d *= 2) {
+      const int64_t below = __shfl_up_sync(kAllLanes, scale_end, d);
+      if (lane >= d) scale_end += below;
+    }
+    scale_end += scale_rows;
+    if (live) {
+      tell(m.tokens_routed, a.tokens_routed, i, totals[e]);
+      tell(m.tokens_per_expert, a.tokens_per_expert, i, s.kept[e]);
+      tell(m.rows_per_expert, a.rows_per_expert, i, rows);
+      tell(m.row_offsets, a.row_offsets, i, s.begin[e]);
+      tell(m.scale_row_offsets, a.scale_row_offsets, i + 1, scale_end);
+      dropped += totals[e] - s.kept[e];
+    }
+    scale_rows = __shfl_sync(kAllLanes, scale_end, kWarp - 1);
+  }
+  const int64_t lost = __reduce_add_sync(kAllLanes, dropped);
+  const int64_t needed = s.offset[first_expert + local] - s.offset[first_expert];
+  count_and_tell(a, Counted(a), 0, 0, lost, needed);
+  if (lane != 0) return;
+  const int64_t total = min(needed, m.capacity);
+  tell(m.row_offsets, a.row_offsets, local, total);
+  tell(m.scale_row_offsets, a.scale_row_offsets, 0, 0);
+  tell(m.totals, a.total_rows, 0, total);
+  tell(m.totals + 1, a.dropped_rows, 0, lost);
 }
 
 // ---- assign -------------------------------------------------------------------------------------------------------
@@ -293,7 +362,7 @@ __global__ void __launch_bounds__(kBlockThreads) assign_slots(const PrepareArgum
   } else if (item - chunks < m.local_experts() * kMarkWarps) {
     mark_slab(a, slabs, (item - chunks) / kMarkWarps, (item - chunks) % kMarkWarps, kMarkWarps);
   }
-  if (blockIdx.x == gridDim.x - 1 && warp_id() == 0) tell_counts(a, a.totals, slabs, Counted(a), 0, 0);
+  if (blockIdx.x == gridDim.x - 1 && warp_id() == 0) tell_counts(a, a.totals, slabs);
 }
 
 // A block an expert.

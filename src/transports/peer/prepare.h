@@ -33,9 +33,10 @@ struct PrepareArguments {
       dropped_rows;
   int64_t* slot_source;
   int32_t* slot_expert;
-  int64_t* counters;  // DeviceCounters in device memory
-  int64_t* told;      // those that the host knows
-  int64_t* report;    // and where it reads them
+  int64_t* counters;        // DeviceCounters in device memory
+  int64_t* told;            // those that the host knows
+  int64_t* report;          // and where it reads them
+  const int64_t* reported;  // dropped rows that it has reported
 };
 
 int32_t prepare_chunks(int64_t tokens);  // of a rank

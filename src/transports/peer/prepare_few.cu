@@ -409,7 +409,9 @@ bool few_choices(const RouteMaps& m) {
 }
 
 Status launch_prepare_few(const PrepareArguments& a, const LaunchContext& context) {
-  const int most_blocks = context.max_sms > 0 ? std::min(context.max_sms, kMostBlocks) : kMostBlocks;
+  // All ranks may share a GPU and wait there for each other: a quarter of it holds them.
+  int most_blocks = std::min(kMostBlocks, std::max(1, context.sms / (4 * a.maps.size)));
+  if (context.max_sms > 0) most_blocks = std::min(most_blocks, context.max_sms);
   const Groups groups = groups_of(a.maps, most_blocks);
   LaunchShape shape;
   shape.blocks = groups.blocks;

@@ -1,4 +1,4 @@
-// prepare of a few tokens: one thread block, in one launch. A rank's choices go straight into every peer's pool, each beside the
+// prepare of a few tokens: one cluster of thread blocks, in one launch. A rank's choices go straight into every peer's pool, each beside the
 // number of the meeting: there is no flag to wait for after the data.
 #ifndef NVTE_EP_TRANSPORTS_PEER_PREPARE_FEW_H_
 #define NVTE_EP_TRANSPORTS_PEER_PREPARE_FEW_H_

@@ -48,8 +48,12 @@ class ProcessMemory : public PeerMemory {
   ProcessMemory(NcclCommunicator* comm, const GroupSettings& settings, Backend* backend)
       : PeerMemory(settings, backend, comm->rank(), comm->size()),
         comm_(comm),
-        gather_(comm->api(), comm->comm(), backend, comm->size(),
-                [this](const char* step, nvte_ep_stream_t stream) { return wait_for_nccl(step, stream); }) {}
+        gather_(
+            backend, comm->size(),
+            [this](const void* mine, void* all, int64_t size, nvte_ep_stream_t stream) {
+              return enqueue_gather(mine, all, size, stream);
+            },
+            [this](const char* step, nvte_ep_stream_t stream) { return wait_for_nccl(step, stream); }) {}
   ~ProcessMemory() override { close(); }
 
   Status agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t) override {
@@ -58,14 +62,7 @@ class ProcessMemory : public PeerMemory {
     std::vector<AgreedValues> all;
     NVTE_EP_TRY(mailboxes_.exchange(
         agreed_values(step, mine), settings_.timeout_ns, [&] { return failure(&ignored); },
-        [&](const std::vector<int32_t>& missing) {
-          std::string ranks;
-          for (int32_t r : missing) ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
-          return fail(
-              Status(NVTE_EP_STATUS_TIMEOUT, text("rank ", ranks, " did not arrive at ", step, " within ",
-                                                  static_cast<double>(settings_.timeout_ns) * 1e-9, " s")),
-              missing.front());
-        },
+        [&](const std::vector<int32_t>& missing) { return fail(late_at(step, missing), missing.front()); },
         &all));
     return check_agreement(mine, all);
   }
@@ -110,7 +107,7 @@ class ProcessMemory : public PeerMemory {
   ProcessRanks ranks() { return ProcessRanks{comm_, backend_, &gather_, stream_}; }
 
   Status open(int64_t bytes) override {
-    if (comm_->comm() == nullptr) return bad_state("comm: it was ended because a peer did not come");
+    NVTE_EP_TRY(comm_->check_usable());
     NVTE_EP_TRY(backend_->with_device([&]() -> Status {
       // Ahead of the kernels of this process, and on no queue with them.
       int least = 0;
@@ -129,6 +126,7 @@ class ProcessMemory : public PeerMemory {
     std::vector<Agreed> agreed = group_agreement(settings_);
     agreed.push_back({"NVTE_EP_PEER_MEMORY", static_cast<int64_t>(way)});
     NVTE_EP_TRY(gather_.agree("group_create", agreed, stream_));
+    NVTE_EP_TRY(comm_->meet_apart(backend_));  // every rank has come
 
     // The pool, then a page with the word, then the mailboxes.
     constexpr int64_t kPage = 4096;
@@ -167,7 +165,29 @@ class ProcessMemory : public PeerMemory {
     return Status();
   }
 
-  // NCCL waits for ever and does not say for whom.
+  // Ranks to each other, not in a ring: what is there when the time is up tells who has come.
+  Status enqueue_gather(const void* mine, void* all, int64_t bytes, nvte_ep_stream_t stream) {
+    const nccl::Comm comm = comm_->meeting_point();
+    if (comm == nullptr) return comm_->check_usable();
+    gathered_ = static_cast<const uint8_t*>(all);
+    gathered_bytes_ = bytes;
+    const nccl::Api& api = comm_->api();
+    return backend_->with_device([&]() -> Status {
+      NVTE_EP_TRY(nccl::check(api, api.ncclGroupStart(), "ncclGroupStart", comm));
+      Status status;
+      const size_t count = static_cast<size_t>(bytes);
+      for (int32_t r = 0; r < size() && status.ok(); ++r) {
+        status = nccl::check(api, api.ncclSend(mine, count, nccl::kUint8, r, comm, stream), "ncclSend", comm);
+        if (!status.ok()) break;
+        uint8_t* from = static_cast<uint8_t*>(all) + r * bytes;
+        status = nccl::check(api, api.ncclRecv(from, count, nccl::kUint8, r, comm, stream), "ncclRecv", comm);
+      }
+      const Status ended = nccl::check(api, api.ncclGroupEnd(), "ncclGroupEnd", comm);
+      return status.ok() ? ended : status;
+    });
+  }
+
+  // NCCL waits for ever.
   Status wait_for_nccl(const char* step, nvte_ep_stream_t stream) {
     const auto deadline = Clock::now() + std::chrono::nanoseconds(settings_.timeout_ns);
     for (;;) {
@@ -177,18 +197,36 @@ class ProcessMemory : public PeerMemory {
       int32_t ignored;
       NVTE_EP_TRY(communicator_error(&ignored));
       if (Clock::now() > deadline) {
-        comm_->abandon();
-        return Status(NVTE_EP_STATUS_TIMEOUT, text(step, ": a peer did not arrive within ",
-                                                   static_cast<double>(settings_.timeout_ns) * 1e-9, " s"));
+        comm_->end_meetings();
+        return late_at(step, who_has_not_come(stream));
       }
       std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
   }
 
+  // Once nothing is in flight any more.
+  std::vector<int32_t> who_has_not_come(nvte_ep_stream_t stream) const {
+    std::vector<uint8_t> all(static_cast<size_t>(gathered_bytes_ * size()));
+    if (!backend_->download(all.data(), gathered_, static_cast<int64_t>(all.size()), stream).ok()) return {};
+    std::vector<int32_t> missing;
+    for (int32_t r = 0; r < size(); ++r) {
+      if (!NcclGather::has_come(all.data() + r * gathered_bytes_, gathered_bytes_)) missing.push_back(r);
+    }
+    return missing;
+  }
+
+  Status late_at(const char* step, const std::vector<int32_t>& missing) const {
+    std::string ranks;
+    for (int32_t r : missing) ranks += (ranks.empty() ? "rank " : ", ") + std::to_string(r);
+    return Status(NVTE_EP_STATUS_TIMEOUT,
+                  text(ranks.empty() ? "a peer" : ranks, " did not arrive at ", step, " within ",
+                       static_cast<double>(settings_.timeout_ns) * 1e-9, " s"));
+  }
+
   Status communicator_error(int32_t* rank) const {
     *rank = -1;
     const nccl::Comm comm = comm_->comm();
-    if (comm == nullptr) return bad_state("comm: it was ended because a peer did not come");
+    if (comm == nullptr) return comm_->check_usable();
     const nccl::Api& api = comm_->api();
     nccl::Result error = 0;
     NVTE_EP_TRY(nccl::check(api, api.ncclCommGetAsyncError(comm, &error), "ncclCommGetAsyncError", comm));
@@ -251,6 +289,8 @@ class ProcessMemory : public PeerMemory {
 
   NcclCommunicator* const comm_;
   const NcclGather gather_;
+  const uint8_t* gathered_ = nullptr;  // [size, gathered_bytes_] on the device, of the gather in flight
+  int64_t gathered_bytes_ = 0;
   nvte_ep_stream_t stream_ = nullptr;
   std::unique_ptr<ProcessPools> pools_way_;
   Mailboxes mailboxes_;
@@ -269,7 +309,7 @@ Status probe_process_memory(const Communicator& comm) {
   Way way;
   NVTE_EP_TRY(configured_way(&way));
   const NcclCommunicator& base = static_cast<const NcclCommunicator&>(comm);
-  if (base.comm() == nullptr) return bad_state("comm: it was ended because a peer did not come");
+  NVTE_EP_TRY(base.check_usable());
   const Status windows = probe_window_pools(base);
   const bool knows_domains = base.api().version >= nccl::kWindowsVersion;
   return way == Way::kWindows || (way == Way::kAuto && knows_domains) ? windows : Status();

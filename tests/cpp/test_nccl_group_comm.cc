@@ -1,0 +1,273 @@
+// Who may end an NCCL communicator, and when: over an NCCL that counts, and whose calls last as long as a test says.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "backends/host_backend.h"
+#include "transports/nccl.h"
+#include "transports/nccl_group_comm.h"
+
+namespace nvte_ep {
+
+struct nccl::CommStruct {
+  int aborted = 0;
+  int destroyed = 0;
+};
+
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+// One for a test at a time.
+struct FakeNccl {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool hold = false;             // calls stay inside, until this is false or their communicator is aborted
+  bool inside = false;           // one does
+  nccl::Result result = 0;       // of calls
+  nccl::Result async_error = 0;  // of every communicator
+  nccl::CommStruct base;
+  nccl::CommStruct split;  // of base
+  int ended_under_a_call = 0;
+
+  static FakeNccl* current;
+};
+FakeNccl* FakeNccl::current = nullptr;
+
+nccl::Api fake_api() {
+  nccl::Api api{};
+  api.ncclCommSplit = [](nccl::Comm, int, int, nccl::Comm* fresh, void*) {
+    *fresh = &FakeNccl::current->split;
+    return 0;
+  };
+  api.ncclCommDestroy = [](nccl::Comm comm) {
+    ++comm->destroyed;
+    return 0;
+  };
+  api.ncclCommAbort = [](nccl::Comm comm) {
+    FakeNccl& fake = *FakeNccl::current;
+    const std::lock_guard<std::mutex> lock(fake.mutex);
+    ++comm->aborted;
+    fake.ended_under_a_call += fake.inside;
+    fake.changed.notify_all();
+    return 0;
+  };
+  api.ncclCommGetAsyncError = [](nccl::Comm, nccl::Result* error) {
+    *error = FakeNccl::current->async_error;
+    return 0;
+  };
+  api.ncclGetErrorString = [](nccl::Result) { return "an error"; };
+  api.ncclGetLastError = [](nccl::Comm) { return ""; };
+  // Of groups of one rank.
+  api.ncclAllGather = [](const void* mine, void* all, size_t bytes, nccl::DataType, nccl::Comm comm,
+                         nvte_ep_stream_t) {
+    FakeNccl& fake = *FakeNccl::current;
+    std::unique_lock<std::mutex> lock(fake.mutex);
+    fake.inside = true;
+    fake.changed.notify_all();
+    fake.changed.wait(lock, [&] { return !fake.hold || comm->aborted > 0; });
+    fake.inside = false;
+    if (bytes > 0) std::memcpy(all, mine, bytes);
+    fake.changed.notify_all();
+    return fake.result;
+  };
+  return api;
+}
+
+// What was enqueued is done at once, or never.
+class Device final : public HostBackend {
+ public:
+  Device() : HostBackend(1) {}
+  Status is_idle(nvte_ep_stream_t, bool* idle) override {
+    *idle = !hangs;
+    return Status();
+  }
+  Status mark_passed(void*, bool* passed) override {
+    *passed = !hangs;
+    return Status();
+  }
+  void abandon() override { ++abandoned; }
+
+  std::atomic<bool> hangs{false};
+  std::atomic<int> abandoned{0};
+};
+
+class NcclGroupCommTest : public ::testing::Test {
+ protected:
+  NcclGroupCommTest() { FakeNccl::current = &fake_; }
+
+  // abort_ends_kernels as NcclGroupComm has it.
+  std::unique_ptr<NcclGroupComm> make_group(bool abort_ends_kernels = true) {
+    auto group = std::make_unique<NcclGroupComm>(api_, &device_, 0, 1, kTimeout.count(), abort_ends_kernels);
+    GroupSettings settings;
+    const Status opened = group->open(&base_, settings, NVTE_EP_TRANSPORT_NCCL);
+    EXPECT_TRUE(opened.ok()) << opened.message();
+    return group;
+  }
+  Status step(NcclGroupComm* group) {
+    return group->watch().step(nullptr, [&] { return group->gather(nullptr, nullptr, 0, nullptr); });
+  }
+  void wait_until_inside() {
+    std::unique_lock<std::mutex> lock(fake_.mutex);
+    fake_.changed.wait(lock, [&] { return fake_.inside; });
+  }
+  void let_go() {
+    const std::lock_guard<std::mutex> lock(fake_.mutex);
+    fake_.hold = false;
+    fake_.changed.notify_all();
+  }
+
+  static constexpr std::chrono::nanoseconds kTimeout = milliseconds(50);
+  FakeNccl fake_;
+  Device device_;
+  const nccl::Api api_ = fake_api();
+  NcclCommunicator base_{api_, &fake_.base, 0, 2, 0};
+};
+
+TEST_F(NcclGroupCommTest, AGroupThatWorkedIsDestroyedAndItsBaseLivesOn) {
+  make_group();
+  EXPECT_EQ(fake_.split.destroyed, 1);
+  EXPECT_EQ(fake_.split.aborted + fake_.base.destroyed + fake_.base.aborted, 0);
+  EXPECT_TRUE(base_.check_usable().ok());
+}
+
+TEST_F(NcclGroupCommTest, PollErrorDoesNotEndTheCommunicatorUnderACall) {
+  const auto group = make_group();
+  fake_.hold = true;
+  Status stepped;
+  std::thread owner([&] { stepped = step(group.get()); });
+  wait_until_inside();
+  fake_.async_error = 6;
+  const auto start = Clock::now();
+  EXPECT_EQ(group->check_watch().code(), NVTE_EP_STATUS_PEER_FAILED);
+  EXPECT_EQ(group->check_watch().code(), NVTE_EP_STATUS_PEER_FAILED);
+  EXPECT_LT(Clock::now() - start, milliseconds(100)) << "it never blocks";
+  EXPECT_EQ(fake_.split.aborted, 0);
+  let_go();
+  owner.join();
+  EXPECT_EQ(stepped.code(), NVTE_EP_STATUS_PEER_FAILED);
+  EXPECT_EQ(fake_.split.aborted, 1);
+  EXPECT_EQ(fake_.ended_under_a_call, 0);
+  EXPECT_EQ(step(group.get()).code(), NVTE_EP_STATUS_PEER_FAILED) << "nothing is called any more";
+}
+
+TEST_F(NcclGroupCommTest, PollErrorEndsTheCommunicatorThatNobodyUses) {
+  const auto group = make_group();
+  fake_.async_error = 6;
+  EXPECT_EQ(group->check_watch().code(), NVTE_EP_STATUS_PEER_FAILED);
+  EXPECT_EQ(fake_.split.aborted, 1);
+  EXPECT_EQ(step(group.get()).code(), NVTE_EP_STATUS_PEER_FAILED);
+}
+
+TEST_F(NcclGroupCommTest, AnAbortEndsACallThatWaitsForAPeerInside) {
+  const auto group = make_group();
+  fake_.hold = true;
+  Status stepped;
+  std::thread owner([&] { stepped = step(group.get()); });
+  wait_until_inside();
+  group->abort("rank 0 aborted the group");
+  owner.join();
+  EXPECT_EQ(stepped.code(), NVTE_EP_STATUS_PEER_FAILED);
+  EXPECT_EQ(fake_.split.aborted, 1);
+}
+
+TEST_F(NcclGroupCommTest, ManyThreadsPollAndAbortWhileCallsGoOn) {
+  for (int round = 0; round < 20; ++round) {
+    fake_.split = nccl::CommStruct();
+    const auto group = make_group();
+    std::atomic<bool> done{false};
+    std::thread poller([&] {
+      while (!done) (void)group->check_watch();
+    });
+    std::thread aborter([&] {
+      std::this_thread::sleep_for(std::chrono::microseconds(100 * round));
+      group->abort("rank 0 aborted the group");
+    });
+    while (step(group.get()).ok()) std::this_thread::yield();
+    aborter.join();
+    done = true;
+    poller.join();
+    EXPECT_EQ(fake_.split.aborted, 1);
+    EXPECT_EQ(fake_.ended_under_a_call, 0);
+  }
+}
+
+TEST_F(NcclGroupCommTest, ARefusedCallIsNoStepInFlight) {
+  const auto group = make_group(false);
+  fake_.result = 5;
+  EXPECT_EQ(step(group.get()).code(), NVTE_EP_STATUS_TRANSPORT);
+  fake_.result = 0;
+  EXPECT_FALSE(group->watch().pending());
+  EXPECT_TRUE(step(group.get()).ok());
+  group->abort("rank 0 aborted the group");
+  EXPECT_FALSE(group->is_stuck());
+  EXPECT_EQ(device_.abandoned, 0) << "memory is given back";
+  EXPECT_EQ(fake_.split.aborted, 1);
+}
+
+TEST_F(NcclGroupCommTest, KernelsThatNothingEndsKeepTheirCommunicator) {
+  const auto group = make_group(false);
+  device_.hangs = true;
+  EXPECT_TRUE(step(group.get()).ok());
+  group->abort("rank 0 aborted the group");
+  EXPECT_TRUE(group->is_stuck());
+  EXPECT_EQ(device_.abandoned, 1);
+  EXPECT_EQ(fake_.split.aborted + fake_.split.destroyed, 0);
+}
+
+TEST_F(NcclGroupCommTest, ATimeoutEndsTheGroupsOwnCommunicatorAlone) {
+  const auto group = make_group();
+  device_.hangs = true;
+  EXPECT_EQ(group->agree("prepare", {}, nullptr).code(), NVTE_EP_STATUS_TIMEOUT);
+  EXPECT_EQ(fake_.split.aborted, 1);
+  EXPECT_EQ(fake_.base.aborted + fake_.base.destroyed, 0);
+  EXPECT_TRUE(base_.check_usable().ok());
+}
+
+TEST_F(NcclGroupCommTest, MeetingsThatAreInVainEndTheCommunicatorThatHasNoGroups) {
+  EXPECT_EQ(base_.meeting_point(), &fake_.base);
+  base_.end_meetings();
+  EXPECT_EQ(fake_.base.aborted, 1);
+  EXPECT_EQ(base_.meeting_point(), nullptr);
+  EXPECT_EQ(base_.check_usable().code(), NVTE_EP_STATUS_BAD_STATE);
+}
+
+TEST_F(NcclGroupCommTest, MeetingsThatAreInVainTakeNothingFromTheGroupsThatLive) {
+  ASSERT_TRUE(base_.meet_apart(&device_).ok());
+  ASSERT_TRUE(base_.meet_apart(&device_).ok()) << "once is enough";
+  EXPECT_EQ(base_.meeting_point(), &fake_.split);
+  base_.end_meetings();
+  EXPECT_EQ(fake_.split.aborted, 1);
+  EXPECT_EQ(fake_.base.aborted, 0);
+  EXPECT_EQ(base_.comm(), &fake_.base);
+  EXPECT_EQ(base_.meeting_point(), nullptr);
+  EXPECT_EQ(base_.check_usable().code(), NVTE_EP_STATUS_BAD_STATE) << "no further group";
+}
+
+TEST(NcclCommunicatorLife, EveryCommunicatorIsGivenBackOnce) {
+  for (const bool lost : {false, true}) {
+    FakeNccl fake;
+    FakeNccl::current = &fake;
+    Device device;
+    const nccl::Api api = fake_api();
+    {
+      NcclCommunicator comm(api, &fake.base, 0, 2, 0);
+      ASSERT_TRUE(comm.meet_apart(&device).ok());
+      if (lost) comm.expect_lost_peer();
+    }
+    for (const nccl::CommStruct* each : {&fake.base, &fake.split}) {
+      EXPECT_EQ(each->aborted, lost ? 1 : 0);
+      EXPECT_EQ(each->destroyed, lost ? 0 : 1);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace nvte_ep
