@@ -44,7 +44,7 @@ class Call:
     ) -> View | None:
         if array is None:
             return None
-        return view(self.function, name, array, stream=self.stream, as_bytes=as_bytes, uint16_is=uint16_is)
+        return view(self.function, name, array, self.stream, False, as_bytes, uint16_is)
 
     def _read_made(self, name: str, array: NDArray[Any]) -> View:
         """One that was made here: nobody but the view holds it."""
@@ -107,15 +107,7 @@ class Call:
     ) -> View | None:
         if array is None:
             return None
-        found = view(
-            self.function,
-            name,
-            array,
-            stream=self.stream,
-            writable=True,
-            as_bytes=as_bytes,
-            uint16_is=uint16_is,
-        )
+        found = view(self.function, name, array, self.stream, True, as_bytes, uint16_is)
         if isinstance(array, Array):
             self._written.append(array)
         return found

@@ -68,6 +68,8 @@ def device_of(function: str, name: str, array: Any) -> Device:
         return array.device
     if isinstance(array, (np.ndarray, list, tuple)):
         return CPU
+    if _torch_tensor.is_plain(type(array)) and array.is_cuda:  # as below, sooner
+        return CUDA_TYPE, array.get_device()
     if hasattr(array, "__dlpack_device__"):
         try:
             kind, index = (int(part) for part in array.__dlpack_device__())
@@ -101,11 +103,11 @@ def view(
     function: str,
     name: str,
     array: Any,
-    *,
     stream: int = 0,
     writable: bool = False,
     as_bytes: bool = False,
     uint16_is: str | None = None,
+    *,
     lasting: bool = False,
 ) -> View:
     """Borrows an array for one argument of one function, ordered before `stream` where it lies on a device.

@@ -48,8 +48,8 @@ def facts(tensor: Any, stream: int) -> Facts | None:
     if tensor.requires_grad or tensor.is_neg():
         return None
     if tensor.is_cuda:
-        index = int(tensor.get_device())
-        if raw_stream(index) != stream:
+        index = tensor.get_device()
+        if (raw_stream(index) if _ask is None else _ask(index)) != stream:
             return None
     elif tensor.is_cpu:
         index = -1

@@ -9,6 +9,7 @@ every rule.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from nvte_ep import _abi, _lib
@@ -57,7 +58,7 @@ def _options(
         rounding, nonfinite, scale_rounding, column_bound, row_id_base, rank, rng_state, tensor_scale,
         row_count, fixed_expert_scale, findings,
     )  # fmt: skip
-    if all(value is default for value, default in zip(given, _DEFAULTS, strict=True)):
+    if all(map(operator.is_, given, _DEFAULTS)):
         return None  # all of them defaults
     return _abi.CodecOptions(
         rounding=_lib.enum(name, "rounding", "NVTE_EP_ROUNDING_", rounding),

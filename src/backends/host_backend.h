@@ -26,18 +26,25 @@ class HostBackend : public Backend {
   Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) override;
   Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) override;
   Status merge_slots(const MergeSlots& merge, nvte_ep_stream_t stream) override;
+  Status add_sums(const float* sums, const TensorView& result, nvte_ep_stream_t stream) override;
   Status tag_rows(const TagRows& tag, nvte_ep_stream_t stream) override;
   Status locate_rows(const LocateRows& locate, nvte_ep_stream_t stream) override;
   Status scatter_rows(const ScatterRows& scatter, nvte_ep_stream_t stream) override;
   Status gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
                         const TensorView& out, nvte_ep_stream_t stream) override;
   // Everything is done when a call returns.
+  Status create_stream(nvte_ep_stream_t* stream) override {
+    *stream = nullptr;
+    return Status();
+  }
+  void destroy_stream(nvte_ep_stream_t) override {}
   Status create_mark(void** mark) override {
     *mark = nullptr;
     return Status();
   }
   void destroy_mark(void*) override {}
   Status set_mark(void*, nvte_ep_stream_t) override { return Status(); }
+  Status wait_mark(void*, nvte_ep_stream_t) override { return Status(); }
   Status mark_passed(void*, bool* passed) override {
     *passed = true;
     return Status();

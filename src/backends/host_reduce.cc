@@ -68,6 +68,7 @@ Status HostBackend::gather_rows(const GatherRows& g, nvte_ep_stream_t) {
       const int64_t source = g.slot_source != nullptr ? g.slot_source[s] : s;
       const int64_t rank = source >> 32;
       const int64_t token = source & 0xFFFFFFFF;
+      if (source < 0 ? g.part.which == TokenPart::kOthers : !g.part.has(rank, token)) continue;
       if (g.out != nullptr) {
         uint8_t* out = static_cast<uint8_t*>(g.out) + s * g.out_stride;
         if (source < 0) {
@@ -108,7 +109,7 @@ Status HostBackend::merge_slots(const MergeSlots& m, nvte_ep_stream_t) {
   r.rows.row_stride = m.rows.stride * dtype_bytes(m.rows.dtype);
   r.weights.block = m.weights;
   r.weights.row_stride = 4;
-  r.result = m.out;
+  r.result = m.rows;  // for the type of the rows
   const int64_t columns = m.out.columns();
   std::vector<float> row(static_cast<size_t>(columns)), partial, sum(row);
   for (int64_t s = 0; s < load_index(m.slot_count, 0); ++s) {
@@ -122,6 +123,17 @@ Status HostBackend::merge_slots(const MergeSlots& m, nvte_ep_stream_t) {
       std::fill(sum.begin(), sum.end(), 0.0f);
     }
     store_row(sum.data(), m.out.dtype, columns, m.out.row(s));
+  }
+  return Status();
+}
+
+Status HostBackend::add_sums(const float* sums, const TensorView& result, nvte_ep_stream_t) {
+  const int64_t hidden = result.columns();
+  std::vector<float> row(static_cast<size_t>(hidden));
+  for (int64_t t = 0; t < result.rows(); ++t) {
+    load_row(result.row(t), result.dtype, hidden, row.data());
+    for (int64_t h = 0; h < hidden; ++h) row[h] = add_rn(row[h], sums[t * hidden + h]);
+    store_row(row.data(), result.dtype, hidden, result.row(t));
   }
   return Status();
 }

@@ -107,7 +107,8 @@ constexpr SlotAddress slot_address(int32_t rank, int64_t slot) {
   return (static_cast<int64_t>(rank) << kSlotBits) | slot;
 }
 
-// One array of every rank: given rank by rank, or (pointers null) as one block with a fixed distance between the ranks.
+// One array of every rank: given rank by rank, or (pointers null) as one block with a fixed distance between the ranks. That
+// of own_rank may lie elsewhere.
 struct RankArrays {
   const void* const* pointers = nullptr;  // [ranks] first row of each rank; a null entry: none
   const int64_t* strides = nullptr;       // [ranks] bytes from row to row; null: row_stride for all
@@ -115,8 +116,12 @@ struct RankArrays {
   int64_t rank_stride = 0;  // bytes
   int64_t row_stride = 0;   // bytes
   int64_t offset = 0;       // bytes from a rank's pointer to its first row
+  int32_t own_rank = -1;    // -1: no exception
+  const void* own = nullptr;
+  int64_t own_stride = 0;  // bytes
 
   NVTE_EP_HD const uint8_t* row(int64_t rank, int64_t i) const {
+    if (rank == own_rank) return own ? static_cast<const uint8_t*>(own) + i * own_stride : nullptr;
     const uint8_t* first = pointers ? static_cast<const uint8_t*>(pointers[rank])
                            : block  ? static_cast<const uint8_t*>(block) + rank * rank_stride
                                     : nullptr;
@@ -124,6 +129,19 @@ struct RankArrays {
   }
   NVTE_EP_HD const float* floats(int64_t rank, int64_t i) const {
     return reinterpret_cast<const float*>(row(rank, i));
+  }
+};
+
+// A part of the tokens of all ranks, for steps that begin before everything has come.
+struct TokenPart {
+  enum Which : int32_t { kAll, kOwn, kOthers };
+  Which which = kAll;
+  int32_t own_rank = 0;
+  int64_t begin = 0, end = 0;  // of each of the ranks that are meant
+
+  NVTE_EP_HD bool has(int64_t rank, int64_t token) const {
+    if (which == kAll) return true;
+    return (rank == own_rank) == (which == kOwn) && token >= begin && token < end;
   }
 };
 
@@ -140,6 +158,13 @@ struct GatherRows {
   void* out;           // null: weights only
   int64_t out_stride;  // bytes
   float* out_weights;  // [slots] or null
+  TokenPart part;      // padding belongs to the own tokens
+  // The same map from the other side, where it is known: row (r, i) goes to the slots at (r * source_rows + i) * top_k. A part
+  // whose rows go to several slots each then reads them once.
+  const SlotAddress* source_slots;
+  int64_t source_rows;
+  int32_t top_k;
+  int32_t num_ranks;
 };
 
 // A token's slots on every rank, summed: result[t] = sum over k of weight * row, FP32, in order of k, rounded once.
@@ -166,7 +191,7 @@ struct MergeSlots {
   int64_t tokens;              // of each rank
   int32_t top_k;
   IndexView slot_count;  // [1] slots in use
-  TensorView out;        // [slots, columns], dtype of the rows
+  TensorView out;        // [slots, columns], dtype of the rows, or FP32
 };
 
 // Rows that say of themselves whose they are: behind the row a trailer of {rank, token} int32 [2], padded to 16 bytes, and the
@@ -277,6 +302,8 @@ class Backend {
   virtual Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) = 0;
   virtual Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) = 0;
   virtual Status merge_slots(const MergeSlots& merge, nvte_ep_stream_t stream) = 0;
+  // result [T, H] += sums [T, H], FP32 and contiguous; rounded once.
+  virtual Status add_sums(const float* sums, const TensorView& result, nvte_ep_stream_t stream) = 0;
   virtual Status tag_rows(const TagRows& tag, nvte_ep_stream_t stream) = 0;
   virtual Status locate_rows(const LocateRows& locate, nvte_ep_stream_t stream) = 0;
   virtual Status scatter_rows(const ScatterRows& scatter, nvte_ep_stream_t stream) = 0;
@@ -307,11 +334,16 @@ class Backend {
   virtual Status with_device(const std::function<Status()>& function) = 0;
   // True where the stream is recording a graph; idle: where all that was enqueued is done.
   virtual Status is_capturing(nvte_ep_stream_t stream, bool* capturing) = 0;
-  // Marks in a stream: passed once all that was enqueued before them is done. For use outside of captures; asking may happen
-  // at any time, from any thread.
+  // A stream of the backend's own, whose kernels go before those of other streams.
+  virtual Status create_stream(nvte_ep_stream_t* stream) = 0;
+  virtual void destroy_stream(nvte_ep_stream_t stream) = 0;
+  // Marks in a stream: passed once all that was enqueued before them is done. Asking may happen at any time, from any thread,
+  // about marks that are not set in a capture.
   virtual Status create_mark(void** mark) = 0;
   virtual void destroy_mark(void* mark) = 0;
   virtual Status set_mark(void* mark, nvte_ep_stream_t stream) = 0;
+  // What is enqueued on the stream from now on comes after the mark.
+  virtual Status wait_mark(void* mark, nvte_ep_stream_t stream) = 0;
   virtual Status mark_passed(void* mark, bool* passed) = 0;
   virtual Status synchronize() = 0;  // all work on the device
   virtual Status is_idle(nvte_ep_stream_t stream, bool* idle) = 0;

@@ -24,6 +24,20 @@ struct ItemCounts {
   ItemCounts back() const { return ItemCounts{receive, send}; }
 };
 
+// Items of this rank's tokens on their way to the other ranks, or on their way back.
+struct Travel {
+  const void* items = nullptr;
+  int64_t item_bytes = 0;
+  int64_t inbox_at = 0;  // bytes: where they arrive
+  bool to_each = false;  // a block of items for each rank, one after the other; else the same ones for all
+  int64_t tokens = 0;    // items of a block
+  int64_t begin = 0, end = 0;  // those of each block that go now
+  const ItemCounts* listed =
+      nullptr;                // instead: items for rank 0, 1, ... one after the other, none for this rank
+  const void* own = nullptr;  // what this rank has for itself, which does not travel
+  int64_t own_stride = 0;     // bytes
+};
+
 // One handle's rows, for transports whose engine puts them straight into slots and sums slots straight into tokens.
 class SlotExchange {
  public:
@@ -59,17 +73,17 @@ class DeviceExchange : public RoutingRanks {
   // Memory for the items of the next step; what is enqueued after the call may write it. bytes: at least, eager groups only.
   virtual Status outbox(int64_t bytes, void** memory, nvte_ep_stream_t stream) = 0;
 
-  // items (in the outbox, or the caller's own memory where may_read_elsewhere) [tokens] of item_bytes, to be read by every
-  // rank; *received: rank r's items at row(r, token). With counts: the items for rank 0, 1, ... one after the other, and
-  // received counts them through.
-  virtual Status share(const void* items, int64_t tokens, int64_t item_bytes, const ItemCounts* counts,
-                       RankArrays* received, nvte_ep_stream_t stream) = 0;
-  virtual bool may_read_elsewhere() const = 0;
-
-  // The way back: items [ranks, tokens] in the outbox, block r for rank r; *received: rank r's block for this rank at
-  // row(r, token). With counts as share.
-  virtual Status give_back(const void* items, int64_t tokens, int64_t item_bytes, const ItemCounts* counts,
-                           RankArrays* received, nvte_ep_stream_t stream) = 0;
+  // In how many pieces so many bytes for each rank best travel, so that what has come can be worked on meanwhile. At most
+  // kMaxPieces; 0 where there is no other rank.
+  static constexpr int32_t kMaxPieces = 2;
+  virtual int32_t pieces(int64_t bytes) const = 0;
+  // Sends travels off, all in one go as a step's piece-th: after what the stream holds, but not before what it gets next.
+  virtual Status begin(const std::vector<Travel>& travels, int32_t piece, nvte_ep_stream_t stream) = 0;
+  // What is enqueued from now on comes after the arrival of a piece. Every piece is awaited.
+  virtual Status await(int32_t piece, nvte_ep_stream_t stream) = 0;
+  // Where a travel arrives: rank r's items at row(r, token), or where they are listed at row(r, i), counted through all ranks;
+  // this rank's own where they are.
+  virtual RankArrays arrivals(const Travel& travel) const = 0;
 };
 
 // The group of a device transport over its exchange, or over ranks whose open_slots moves the rows. name as in

@@ -20,8 +20,9 @@ struct Plan {
   ItemCounts rows;  // dispatch: rows to and from each rank
   const int64_t* send_tokens =
       nullptr;  // [rows.sent()] source of each row sent; null: every token to every rank
-  const int64_t* slot_source = nullptr;   // [slots] where a slot's row lies among those received
-  const SlotAddress* partials = nullptr;  // [rows.received(), top_k] slots of each received row
+  const int64_t* slot_source = nullptr;       // [slots] where a slot's row lies among those received
+  const SlotAddress* partials = nullptr;      // [rows.received(), top_k] slots of each received row
+  const SlotAddress* own_partials = nullptr;  // [T, top_k] slots of each of this rank's own
   const SlotAddress* sums =
       nullptr;  // [T, ranks] where the partial rows of a token lie among those that come back
   const SlotAddress* choices = nullptr;  // [T, top_k] the same for the value of each choice
@@ -99,9 +100,10 @@ class DeviceHandle : public HandleTransport {
     Backend* backend = member_->backend;
     tokens_ = call.topk_idx.rows();
     const int64_t choices = route_.tokens * settings_.top_k;
-    NVTE_EP_TRY(
-        backend->clean_indices(call.topk_idx, route_.num_experts, route_.tokens, clean_, counters_, stream));
-    NVTE_EP_TRY(ranks_->gather(clean_, all_, choices * 4, stream));
+    const bool alone = member_->size == 1;
+    NVTE_EP_TRY(backend->clean_indices(call.topk_idx, route_.num_experts, route_.tokens,
+                                       alone ? all_ : clean_, counters_, stream));
+    if (!alone) NVTE_EP_TRY(ranks_->gather(clean_, all_, choices * 4, stream));
     NVTE_EP_TRY(backend->route(route_, stream));
     NVTE_EP_TRY(backend->write_index(shared_report(), counters_, stream));
     NVTE_EP_TRY(member_->settings.eager() ? plan_eager(stream) : plan_fixed());
@@ -126,7 +128,7 @@ class DeviceHandle : public HandleTransport {
     *memory = nullptr;
     NVTE_EP_TRY(member_->check_alive());
     if (plan_.send_tokens != nullptr) return Status();  // listed items are gathered from anywhere
-    return exchange_->outbox(outbox_need(largest_row()), memory, stream);
+    return exchange_->outbox(dispatch_need(largest_row()), memory, stream);
   }
 
   bool takes_dispatch() const override { return slot_exchange_ != nullptr; }
@@ -140,8 +142,26 @@ class DeviceHandle : public HandleTransport {
   Status send_rows(const SendRows& call, nvte_ep_stream_t stream) override {
     NVTE_EP_TRY(member_->check_alive());
     NVTE_EP_TRY(check_weights_given(call.out_weights != nullptr, call.gives_weights, tokens_));
+    // The weights travel in every forward dispatch: a rank cannot know whether a peer wants them. One that gives none sends
+    // zeros, not what lay in the outbox.
+    const int64_t value_bytes = int64_t{settings_.top_k} * 4;
+    const bool given = call.weights.data != nullptr;
+    const void* values = given ? call.weights.data : no_values_;
+    const int64_t value_stride = given ? call.weights.stride * 4 : value_bytes;
+    void* outbox = nullptr;
+    NVTE_EP_TRY(exchange_->outbox(dispatch_need(call.row_bytes), &outbox, stream));
+    Travel rows = travel(call.row_bytes);
+    Travel weights = travel(value_bytes);
+    weights.inbox_at = round_up(most_items() * call.row_bytes, kOperandPartAlignment);
+    NVTE_EP_TRY(load(call.rows, call.row_stride, call.readable_rows, outbox, &rows, stream));
+    if (!call.backward) {
+      NVTE_EP_TRY(load(values, value_stride, given ? tokens_ : route_.tokens,
+                       static_cast<uint8_t*>(outbox) + weights.inbox_at, &weights, stream));
+    }
+
     GatherRows gather{};
-    NVTE_EP_TRY(travel(call.rows, call.row_stride, call.readable_rows, call.row_bytes, &gather.rows, stream));
+    gather.rows = exchange_->arrivals(rows);
+    if (call.out_weights != nullptr) gather.weights = exchange_->arrivals(weights);
     gather.slot_source = plan_.slot_source;
     gather.slot_k = route_.slot_k;
     gather.slots = slots_;
@@ -149,31 +169,40 @@ class DeviceHandle : public HandleTransport {
     gather.row_bytes = call.row_bytes;
     gather.out = call.out;
     gather.out_stride = call.out_stride;
-    NVTE_EP_TRY(member_->backend->gather_rows(gather, stream));
-    if (call.backward) return Status();
-    // The weights travel in every forward dispatch: a rank cannot know whether a peer wants them.
-    const int64_t bytes = int64_t{settings_.top_k} * 4;
-    // One that gives none sends zeros, not what lay in the outbox.
-    const bool given = call.weights.data != nullptr;
-    NVTE_EP_TRY(travel(given ? call.weights.data : no_values_, given ? call.weights.stride * 4 : bytes,
-                       given ? tokens_ : route_.tokens, bytes, &gather.weights, stream));
-    if (call.out_weights == nullptr) return Status();
-    gather.out = nullptr;
     gather.out_weights = call.out_weights;
-    return member_->backend->gather_rows(gather, stream);
+    gather.part.own_rank = member_->rank;
+
+    const int32_t pieces = num_pieces(rows);
+    for (int32_t p = 0; p < pieces; ++p) {
+      cut(&rows, p, pieces);
+      std::vector<Travel> together{rows};
+      if (p == 0 && !call.backward) together.push_back(weights);
+      NVTE_EP_TRY(exchange_->begin(together, p, stream));
+    }
+    gather.part.which = TokenPart::kOwn;  // they have no way to go
+    gather.part.end = tokens_;
+    gather.top_k = settings_.top_k;
+    gather.source_slots = plan_.own_partials;
+    NVTE_EP_TRY(member_->backend->gather_rows(gather, stream));
+    gather.part.which = TokenPart::kOthers;
+    const bool listed = rows.listed != nullptr;
+    gather.source_slots = plan_.partials;
+    gather.source_rows = listed ? 0 : rows.tokens;
+    gather.num_ranks =
+        listed ? 2 : member_->size;  // listed rows are counted through, as if one rank had sent them
+    for (int32_t p = 0; p < pieces; ++p) {
+      cut(&rows, p, pieces);
+      gather.part.begin = rows.begin;
+      gather.part.end = rows.listed != nullptr ? plan_.rows.received() : rows.end;
+      NVTE_EP_TRY(exchange_->await(p, stream));
+      NVTE_EP_TRY(member_->backend->gather_rows(gather, stream));
+    }
+    return Status();
   }
 
   Status return_rows(const ReturnRows& call, nvte_ep_stream_t stream) override {
     NVTE_EP_TRY(member_->check_alive());
     if (slot_exchange_ != nullptr) return slot_exchange_->return_rows(call, stream);
-    Backend* backend = member_->backend;
-    const int64_t hidden = member_->settings.hidden;
-    const int64_t row_bytes = hidden * dtype_bytes(call.slots.dtype);
-    const int64_t partial_rows = plan_.rows.received();
-    void* partials = nullptr;
-    NVTE_EP_TRY(exchange_->outbox(outbox_need(row_bytes), &partials, stream));
-
-    // One partial row for each row that came, in the order in which they came.
     ReduceRows reduce{};
     reduce.num_ranks = 1;
     reduce.top_k = settings_.top_k;
@@ -181,35 +210,21 @@ class DeviceHandle : public HandleTransport {
     reduce.rows.row_stride = call.slots.stride * dtype_bytes(call.slots.dtype);
     reduce.weights.block = call.slot_weights;
     reduce.weights.row_stride = 4;
-    reduce.slots = plan_.partials;
-    reduce.result =
-        TensorView{partials, call.slots.dtype, member_->settings.device, 2, {partial_rows, hidden}, hidden};
-    NVTE_EP_TRY(backend->reduce_rows(reduce, stream));
-    ReduceRows sum{};
-    NVTE_EP_TRY(give_back(partials, row_bytes, &sum.rows, stream));
-    sum.num_ranks = member_->size;
-    sum.top_k = member_->size;
-    sum.slots = plan_.sums;
-    sum.result = call.result;
-    sum.accumulate = call.accumulate;
-    NVTE_EP_TRY(backend->reduce_rows(sum, stream));
-    if (!call.backward) return Status();
-
+    RankArrays scalars;  // zeros for every slot where the caller gives none
+    scalars.block = call.slot_scalars != nullptr ? call.slot_scalars : no_values_;
+    scalars.row_stride = call.slot_scalars != nullptr ? 4 : 0;
+    if (member_->size == 1) {
+      reduce.slots = plan_.own_partials;
+      reduce.result = call.result;
+      reduce.accumulate = call.accumulate;
+      NVTE_EP_TRY(member_->backend->reduce_rows(reduce, stream));
+      if (!call.backward || call.scalars.data == nullptr) return Status();
+      return member_->backend->gather_scalars(settings_.top_k, plan_.own_partials, scalars, call.scalars,
+                                              stream);
+    }
+    NVTE_EP_TRY(return_sums(reduce, call, stream));
     // The gradients of the weights travel in every dispatch backward, as the weights did.
-    const int64_t bytes = int64_t{settings_.top_k} * 4;
-    NVTE_EP_TRY(exchange_->outbox(outbox_need(bytes), &partials, stream));
-    RankArrays own;  // zeros for every slot where the caller gives none
-    own.block = call.slot_scalars != nullptr ? call.slot_scalars : no_values_;
-    own.row_stride = call.slot_scalars != nullptr ? 4 : 0;
-    const TensorView out{
-        partials,       DType::kFloat32, member_->settings.device, 2, {partial_rows, settings_.top_k},
-        settings_.top_k};
-    NVTE_EP_TRY(backend->gather_scalars(settings_.top_k, plan_.partials, own, out, stream));
-    RankArrays values;
-    NVTE_EP_TRY(give_back(partials, bytes, &values, stream));
-    if (call.scalars.data == nullptr) return Status();
-    values.row_stride = 4;  // a choice, not a token's choices
-    return backend->gather_scalars(settings_.top_k, plan_.choices, values, call.scalars, stream);
+    return call.backward ? return_scalars(scalars, call, stream) : Status();
   }
 
  private:
@@ -225,47 +240,152 @@ class DeviceHandle : public HandleTransport {
     return bytes;
   }
 
+  // What the outbox or the inbox holds in any step. On the way back listed items are followed by the own ones.
+  int64_t most_items() const {
+    const int64_t own = plan_.send_tokens != nullptr ? route_.tokens : 0;
+    return std::max({plan_.rows.sent(), plan_.rows.received() + own, route_.tokens});
+  }
+  int64_t first_own() const {
+    return plan_.send_tokens != nullptr ? plan_.rows.received() : member_->rank * route_.tokens;
+  }
   // Fixed capacity has its outbox from the group's creation on.
   int64_t outbox_need(int64_t item_bytes) const {
-    if (!member_->settings.eager()) return 0;
-    return std::max({plan_.rows.sent(), plan_.rows.received(), route_.tokens}) * item_bytes;
+    return member_->settings.eager() ? most_items() * item_bytes : 0;
+  }
+  int64_t dispatch_need(int64_t row_bytes) const {
+    return outbox_need(row_bytes + int64_t{settings_.top_k} * 4) + kOperandPartAlignment;
   }
 
   const ItemCounts* listed(const ItemCounts& counts) const {
     return plan_.send_tokens != nullptr ? &counts : nullptr;
   }
 
-  // Items of this rank's tokens to the ranks that need them. tokens: how many may be read.
-  Status travel(const void* items, int64_t stride, int64_t readable, int64_t bytes, RankArrays* received,
-                nvte_ep_stream_t stream) {
-    Backend* backend = member_->backend;
-    DeviceExchange& exchange = *exchange_;
-    void* outbox = nullptr;
-    NVTE_EP_TRY(exchange.outbox(outbox_need(bytes), &outbox, stream));
-    const bool usable = readable >= route_.tokens && stride == bytes && exchange.may_read_elsewhere();
-    if (plan_.send_tokens != nullptr) {
-      if (items != nullptr) {
-        GatherRows gather{};
-        gather.rows.block = items;
-        gather.rows.row_stride = stride;
-        gather.slot_source = plan_.send_tokens;
-        gather.slots = plan_.rows.sent();
-        gather.row_bytes = bytes;
-        gather.out = outbox;
-        gather.out_stride = bytes;
-        NVTE_EP_TRY(backend->gather_rows(gather, stream));
-      }
-    } else if (items != outbox && !usable && items != nullptr) {
-      NVTE_EP_TRY(
-          backend->copy_rows(outbox, bytes, items, stride, bytes, std::min(readable, tokens_), stream));
-    }
-    return exchange.share(usable && plan_.send_tokens == nullptr ? items : outbox, route_.tokens, bytes,
-                          listed(plan_.rows), received, stream);
+  Travel travel(int64_t item_bytes) const {
+    Travel t;
+    t.item_bytes = item_bytes;
+    t.tokens = t.end = route_.tokens;
+    t.listed = listed(plan_.rows);
+    return t;
   }
 
-  Status give_back(const void* items, int64_t bytes, RankArrays* received, nvte_ep_stream_t stream) {
+  int32_t num_pieces(const Travel& t) const {
+    return t.listed != nullptr ? 1 : exchange_->pieces(t.tokens * t.item_bytes);
+  }
+  // Of two pieces the one during which this rank has least to do is short: the last on the way to slots, for then there is
+  // little left to do, and the first on the way back, which waits for its sums.
+  static void cut(Travel* t, int32_t piece, int32_t pieces) {
+    const int64_t few = t->tokens / 5;
+    const int64_t first = pieces == 1 ? t->tokens : t->to_each ? few : t->tokens - few;
+    t->begin = piece == 0 ? 0 : first;
+    t->end = piece == 0 ? first : t->tokens;
+  }
+
+  // Items of this rank's tokens to where they travel from: where they are, or memory of the outbox. readable: how many of them
+  // may be read.
+  Status load(const void* items, int64_t stride, int64_t readable, void* memory, Travel* t,
+              nvte_ep_stream_t stream) {
+    Backend* backend = member_->backend;
+    t->items = memory;
+    t->own = items;
+    t->own_stride = stride;
+    if (items == nullptr) return Status();
+    if (t->listed != nullptr) {
+      GatherRows gather{};
+      gather.rows.block = items;
+      gather.rows.row_stride = stride;
+      gather.slot_source = plan_.send_tokens;
+      gather.slots = plan_.rows.sent();
+      gather.row_bytes = t->item_bytes;
+      gather.out = memory;
+      gather.out_stride = t->item_bytes;
+      return backend->gather_rows(gather, stream);
+    }
+    if (member_->size == 1 || (readable >= route_.tokens && stride == t->item_bytes)) {
+      t->items = items;
+      return Status();
+    }
+    return backend->copy_rows(memory, t->item_bytes, items, stride, t->item_bytes,
+                              std::min(readable, tokens_), stream);
+  }
+
+  // One partial row for each row that came, in the order in which they came; the ranks' sums of each token.
+  Status return_sums(ReduceRows reduce, const ReturnRows& call, nvte_ep_stream_t stream) {
+    Backend* backend = member_->backend;
+    const int64_t hidden = member_->settings.hidden;
     const ItemCounts counts = plan_.rows.back();
-    return exchange_->give_back(items, route_.tokens, bytes, listed(counts), received, stream);
+    Travel back;
+    NVTE_EP_TRY(travel_back(hidden * dtype_bytes(call.slots.dtype), counts, &back, stream));
+    const auto reduce_some = [&](const SlotAddress* slots, int64_t first, int64_t count) {
+      reduce.slots = slots;
+      reduce.result = TensorView{
+          item(back, first), call.slots.dtype, member_->settings.device, 2, {count, hidden}, hidden};
+      return backend->reduce_rows(reduce, stream);
+    };
+    ReduceRows sum{};
+    sum.rows = exchange_->arrivals(back);
+    sum.num_ranks = member_->size;
+    sum.top_k = member_->size;
+    sum.accumulate = call.accumulate;
+    const int32_t pieces = num_pieces(back);
+    for (int32_t p = 0; p < pieces; ++p) {
+      cut(&back, p, pieces);
+      for (int32_t r = 0; back.listed == nullptr && r < member_->size; ++r) {
+        const int64_t first = r * back.tokens + back.begin;
+        if (r == member_->rank) continue;
+        NVTE_EP_TRY(reduce_some(plan_.partials + first * settings_.top_k, first, back.end - back.begin));
+      }
+      if (back.listed != nullptr) NVTE_EP_TRY(reduce_some(plan_.partials, 0, plan_.rows.received()));
+      NVTE_EP_TRY(exchange_->begin({back}, p, stream));
+    }
+    NVTE_EP_TRY(reduce_some(plan_.own_partials, first_own(), tokens_));
+    for (int32_t p = 0; p < pieces; ++p) {
+      cut(&back, p, pieces);
+      NVTE_EP_TRY(exchange_->await(p, stream));
+      const int64_t count = std::min(back.end, tokens_) - back.begin;
+      if (count <= 0) continue;
+      sum.slots = plan_.sums + back.begin * member_->size;
+      sum.result = call.result;
+      sum.result.data = call.result.row(back.begin);
+      sum.result.shape[0] = count;
+      NVTE_EP_TRY(backend->reduce_rows(sum, stream));
+    }
+    return Status();
+  }
+
+  // Items that go back, in the outbox: to be written.
+  Status travel_back(int64_t item_bytes, const ItemCounts& counts, Travel* back, nvte_ep_stream_t stream) {
+    void* outbox = nullptr;
+    NVTE_EP_TRY(exchange_->outbox(outbox_need(item_bytes), &outbox, stream));
+    *back = travel(item_bytes);
+    back->listed = listed(counts);
+    back->to_each = true;
+    back->items = outbox;
+    back->own = item(*back, first_own());
+    back->own_stride = item_bytes;
+    return Status();
+  }
+  static uint8_t* item(const Travel& t, int64_t i) {
+    return static_cast<uint8_t*>(const_cast<void*>(t.items)) + i * t.item_bytes;
+  }
+
+  Status return_scalars(const RankArrays& of_slots, const ReturnRows& call, nvte_ep_stream_t stream) {
+    Backend* backend = member_->backend;
+    const ItemCounts counts = plan_.rows.back();
+    Travel back;
+    NVTE_EP_TRY(travel_back(int64_t{settings_.top_k} * 4, counts, &back, stream));
+    const auto gather_some = [&](const SlotAddress* slots, int64_t first, int64_t count) {
+      const TensorView out{item(back, first),        DType::kFloat32, member_->settings.device, 2,
+                           {count, settings_.top_k}, settings_.top_k};
+      return backend->gather_scalars(settings_.top_k, slots, of_slots, out, stream);
+    };
+    NVTE_EP_TRY(gather_some(plan_.partials, 0, plan_.rows.received()));
+    NVTE_EP_TRY(exchange_->begin({back}, 0, stream));
+    NVTE_EP_TRY(gather_some(plan_.own_partials, first_own(), tokens_));
+    NVTE_EP_TRY(exchange_->await(0, stream));
+    if (call.scalars.data == nullptr) return Status();
+    RankArrays values = exchange_->arrivals(back);
+    values.row_stride = values.own_stride = 4;  // a choice, not a token's choices
+    return backend->gather_scalars(settings_.top_k, plan_.choices, values, call.scalars, stream);
   }
 
   Status plan_fixed() {
@@ -275,9 +395,14 @@ class DeviceHandle : public HandleTransport {
     plan_.rows.receive = plan_.rows.send;
     plan_.slot_source = route_.slot_source;
     plan_.partials = route_.in_slots;
+    plan_.own_partials = own_partials();
     plan_.sums = route_.rank_rows;
     plan_.choices = route_.rank_choices;
     return Status();
+  }
+
+  const SlotAddress* own_partials() const {
+    return route_.in_slots + member_->rank * route_.tokens * settings_.top_k;
   }
 
   // Eager: the host learns the number of slots, and where the exchange can use it, what exactly has to travel.
@@ -290,7 +415,7 @@ class DeviceHandle : public HandleTransport {
     return exchange_ != nullptr && exchange_->exact_counts() ? plan_exact(stream) : Status();
   }
 
-  // The host reads the routing and lists what has to travel.
+  // The host reads the routing and lists what has to travel: none of what a rank has for itself.
   Status plan_exact(nvte_ep_stream_t stream) {
     Backend* backend = member_->backend;
     const size_t ranks = static_cast<size_t>(member_->size);
@@ -306,14 +431,17 @@ class DeviceHandle : public HandleTransport {
     NVTE_EP_TRY(backend->download(slot_source.data(), route_.slot_source, slots_ * 8, stream));
 
     plan_ = Plan();
+    plan_.own_partials = own_partials();
     plan_.rows.send.assign(ranks, 0);
     plan_.rows.receive.assign(ranks, 0);
     std::vector<int64_t> send_tokens;
+    const size_t me = static_cast<size_t>(member_->rank);
     for (size_t r = 0; r < ranks; ++r) {
+      if (r == me) continue;
       for (int64_t t = 0; t < tokens_; ++t) {
         SlotAddress& address = sums[static_cast<size_t>(t) * ranks + r];
         if (address < 0) continue;
-        address = static_cast<int64_t>(send_tokens.size());
+        address = slot_address(static_cast<int32_t>(r), static_cast<int64_t>(send_tokens.size()));
         send_tokens.push_back(t);
         ++plan_.rows.send[r];
       }
@@ -321,13 +449,15 @@ class DeviceHandle : public HandleTransport {
     for (int64_t i = 0; i < choices; ++i) {
       SlotAddress& address = own[static_cast<size_t>(i)];
       if (address < 0) continue;
-      const size_t rank = static_cast<size_t>(address >> kSlotBits);
-      address = sums[static_cast<size_t>(i / top_k) * ranks + rank] * top_k + i % top_k;
+      const int32_t rank = static_cast<int32_t>(address >> kSlotBits);
+      const SlotAddress sum = sums[static_cast<size_t>(i / top_k) * ranks + static_cast<size_t>(rank)];
+      address = slot_address(rank, (sum - slot_address(rank, 0)) * top_k + i % top_k);
     }
     std::vector<SlotAddress> partials;
     std::vector<int64_t> place(static_cast<size_t>(route_.tokens) * ranks, -1);
     int64_t received = 0;
     for (size_t r = 0; r < ranks; ++r) {
+      if (r == me) continue;
       for (int64_t t = 0; t < route_.tokens; ++t) {
         const SlotAddress* slots = in_slots.data() + static_cast<int64_t>(r) * choices + t * top_k;
         if (std::all_of(slots, slots + top_k, [](SlotAddress a) { return a < 0; })) continue;
@@ -337,10 +467,9 @@ class DeviceHandle : public HandleTransport {
       }
     }
     for (int64_t& source : slot_source) {
-      if (source >= 0) {
-        source = place[static_cast<size_t>(source >> 32) * static_cast<size_t>(route_.tokens) +
-                       static_cast<size_t>(source & 0xFFFFFFFF)];
-      }
+      const int64_t rank = source >> 32;
+      if (source < 0 || rank == member_->rank) continue;
+      source = rank << 32 | place[static_cast<size_t>(rank * route_.tokens + (source & 0xFFFFFFFF))];
     }
     const struct {
       DeviceBuffer& buffer;
@@ -460,8 +589,10 @@ std::vector<Agreed> group_agreement(const GroupSettings& settings) {
 }
 
 int64_t outbox_bytes(const GroupSettings& settings, int32_t size) {
-  // Partial sums in FP32 for every token of every rank; a token's choices.
-  return settings.max_tokens_per_rank * size * std::max(settings.hidden * 4, int64_t{settings.max_top_k} * 4);
+  // For every token of every rank a partial sum in FP32, a row with its weights, or a token's choices.
+  const int64_t weights = int64_t{settings.max_top_k} * 4;
+  return settings.max_tokens_per_rank * size * std::max(settings.hidden * 4, settings.hidden * 2 + weights) +
+         kOperandPartAlignment;
 }
 
 int64_t device_handle_bytes(const GroupSettings& settings, int32_t size) {

@@ -1,5 +1,6 @@
 #include "transports/nccl.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -13,22 +14,34 @@ namespace {
 
 using nccl::check;
 
+// So many bytes for each rank travel in two pieces: the second costs the start of a kernel of NCCL's.
+constexpr int64_t kTwoPiecesBytes = int64_t{24} << 20;
+// Fewer are not worth a stream of their own.
+constexpr int64_t kSideStreamBytes = int64_t{1} << 20;
+
 class NcclExchange : public DeviceExchange {
  public:
   NcclExchange(const nccl::Api& api, const GroupSettings& settings, Backend* backend, int32_t rank,
                int32_t size)
       : settings_(settings), backend_(backend), ranks_(api, backend, rank, size, settings.timeout_ns, true) {}
-  ~NcclExchange() override { close(); }
+  ~NcclExchange() override {
+    close();
+    backend_->destroy_stream(side_);
+    backend_->destroy_mark(ready_);
+    for (Piece& piece : pieces_) backend_->destroy_mark(piece.arrived);
+  }
 
   Status open(NcclCommunicator* base) {
     NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL));
+    NVTE_EP_TRY(backend_->create_stream(&side_));
+    NVTE_EP_TRY(backend_->create_mark(&ready_));
+    for (Piece& piece : pieces_) NVTE_EP_TRY(backend_->create_mark(&piece.arrived));
     if (settings_.eager()) return Status();
     NVTE_EP_TRY(outbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size())));
     return inbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size()));
   }
 
-  bool exact_counts() const override { return settings_.eager(); }
-  bool may_read_elsewhere() const override { return true; }
+  bool exact_counts() const override { return settings_.eager() && ranks_.size() > 1; }
 
   // One outbox will do: what NCCL sends is read in the order of the stream.
   Status outbox(int64_t bytes, void** memory, nvte_ep_stream_t) override {
@@ -42,13 +55,40 @@ class NcclExchange : public DeviceExchange {
     return ranks_.watch().step(stream, [&] { return ranks_.gather(mine, all, bytes, stream); });
   }
 
-  Status share(const void* items, int64_t tokens, int64_t item_bytes, const ItemCounts* counts,
-               RankArrays* received, nvte_ep_stream_t stream) override {
-    return travel(items, counts == nullptr, tokens, item_bytes, counts, received, stream);
+  int32_t pieces(int64_t bytes) const override {
+    if (ranks_.size() == 1) return 0;
+    return bytes < kTwoPiecesBytes ? 1 : kMaxPieces;
   }
-  Status give_back(const void* items, int64_t tokens, int64_t item_bytes, const ItemCounts* counts,
-                   RankArrays* received, nvte_ep_stream_t stream) override {
-    return travel(items, false, tokens, item_bytes, counts, received, stream);
+
+  // On a stream of its own, so that what has come is put into slots while the rest travels.
+  Status begin(const std::vector<Travel>& travels, int32_t piece, nvte_ep_stream_t stream) override {
+    int64_t bytes = 0;
+    for (const Travel& t : travels) bytes += (t.end - t.begin) * t.item_bytes;
+    Piece& mine = pieces_[piece];
+    mine.aside = bytes >= kSideStreamBytes;
+    nvte_ep_stream_t on = stream;
+    if (mine.aside) {
+      on = side_;
+      NVTE_EP_TRY(backend_->set_mark(ready_, stream));
+      NVTE_EP_TRY(backend_->wait_mark(ready_, on));
+    }
+    NVTE_EP_TRY(ranks_.watch().step(on, [&] { return send_and_receive(travels, on); }));
+    return mine.aside ? backend_->set_mark(mine.arrived, on) : Status();
+  }
+  Status await(int32_t piece, nvte_ep_stream_t stream) override {
+    const Piece& mine = pieces_[piece];
+    return mine.aside ? backend_->wait_mark(mine.arrived, stream) : Status();
+  }
+
+  RankArrays arrivals(const Travel& travel) const override {
+    RankArrays arrivals;
+    arrivals.block = inbox_.as<uint8_t>() + travel.inbox_at;
+    arrivals.row_stride = travel.item_bytes;
+    arrivals.rank_stride = travel.listed != nullptr ? 0 : travel.tokens * travel.item_bytes;
+    arrivals.own_rank = ranks_.rank();
+    arrivals.own = travel.own;
+    arrivals.own_stride = travel.own_stride;
+    return arrivals;
   }
 
   Status agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream) override {
@@ -64,49 +104,71 @@ class NcclExchange : public DeviceExchange {
   void close() override { ranks_.close(); }
 
  private:
-  // all: every rank gets the same items; else the items for rank 0, 1, ... follow each other.
-  Status travel(const void* items, bool all, int64_t tokens, int64_t item_bytes, const ItemCounts* counts,
-                RankArrays* received, nvte_ep_stream_t stream) {
-    received->pointers = nullptr;
-    received->block = inbox_.as<void>();
-    received->rank_stride = counts != nullptr ? 0 : tokens * item_bytes;
-    received->row_stride = item_bytes;
-    return ranks_.watch().step(
-        stream, [&] { return send_and_receive(items, all, tokens, item_bytes, counts, stream); });
-  }
+  struct Piece {
+    void* arrived = nullptr;
+    bool aside = false;  // on the side stream
+  };
 
-  Status send_and_receive(const void* items, bool all, int64_t tokens, int64_t item_bytes,
-                          const ItemCounts* counts, nvte_ep_stream_t stream) {
+  Status send_and_receive(const std::vector<Travel>& travels, nvte_ep_stream_t stream) {
     const nccl::Api& api = ranks_.api();
     return ranks_.use([&](nccl::Comm comm) -> Status {
       NVTE_EP_TRY(check(api, api.ncclGroupStart(), "ncclGroupStart", comm));
       Status status;
-      const uint8_t* source = static_cast<const uint8_t*>(items);
-      uint8_t* target = inbox_.as<uint8_t>();
-      for (int32_t r = 0; r < ranks_.size() && status.ok(); ++r) {
-        const int64_t out = (counts != nullptr ? counts->send[static_cast<size_t>(r)] : tokens) * item_bytes;
-        const int64_t in =
-            (counts != nullptr ? counts->receive[static_cast<size_t>(r)] : tokens) * item_bytes;
-        if (out > 0) {
-          status = check(api, api.ncclSend(source, static_cast<size_t>(out), nccl::kUint8, r, comm, stream),
-                         "ncclSend", comm);
-        }
-        if (status.ok() && in > 0) {
-          status = check(api, api.ncclRecv(target, static_cast<size_t>(in), nccl::kUint8, r, comm, stream),
-                         "ncclRecv", comm);
-        }
-        if (!all) source += out;
-        target += in;
+      for (const Travel& t : travels) {
+        if (status.ok())
+          status = t.listed != nullptr ? enqueue_listed(t, comm, stream) : enqueue(t, comm, stream);
       }
       const Status ended = check(api, api.ncclGroupEnd(), "ncclGroupEnd", comm);
       return status.ok() ? ended : status;
     });
   }
 
+  Status enqueue(const Travel& t, nccl::Comm comm, nvte_ep_stream_t stream) {
+    const int64_t bytes = (t.end - t.begin) * t.item_bytes;
+    const uint8_t* items = static_cast<const uint8_t*>(t.items) + t.begin * t.item_bytes;
+    uint8_t* inbox = inbox_.as<uint8_t>() + t.inbox_at + t.begin * t.item_bytes;
+    for (int32_t r = 0; r < ranks_.size(); ++r) {
+      if (r == ranks_.rank()) continue;
+      const int64_t block = r * t.tokens * t.item_bytes;
+      NVTE_EP_TRY(swap(r, items + (t.to_each ? block : 0), bytes, inbox + block, bytes, comm, stream));
+    }
+    return Status();
+  }
+
+  Status enqueue_listed(const Travel& t, nccl::Comm comm, nvte_ep_stream_t stream) {
+    const uint8_t* items = static_cast<const uint8_t*>(t.items);
+    uint8_t* inbox = inbox_.as<uint8_t>() + t.inbox_at;
+    for (int32_t r = 0; r < ranks_.size(); ++r) {
+      const int64_t out = t.listed->send[static_cast<size_t>(r)] * t.item_bytes;
+      const int64_t in = t.listed->receive[static_cast<size_t>(r)] * t.item_bytes;
+      NVTE_EP_TRY(swap(r, items, out, inbox, in, comm, stream));
+      items += out;
+      inbox += in;
+    }
+    return Status();
+  }
+
+  // Bytes to a rank, and bytes from it.
+  Status swap(int32_t peer, const void* out, int64_t out_bytes, void* in, int64_t in_bytes, nccl::Comm comm,
+              nvte_ep_stream_t stream) {
+    const nccl::Api& api = ranks_.api();
+    if (out_bytes > 0) {
+      NVTE_EP_TRY(check(api,
+                        api.ncclSend(out, static_cast<size_t>(out_bytes), nccl::kUint8, peer, comm, stream),
+                        "ncclSend", comm));
+    }
+    if (in_bytes == 0) return Status();
+    return check(api, api.ncclRecv(in, static_cast<size_t>(in_bytes), nccl::kUint8, peer, comm, stream),
+                 "ncclRecv", comm);
+  }
+
   const GroupSettings settings_;
   Backend* const backend_;
   NcclGroupComm ranks_;
   DeviceBuffer outbox_, inbox_;
+  nvte_ep_stream_t side_ = nullptr;
+  void* ready_ = nullptr;  // what a piece sends is
+  Piece pieces_[kMaxPieces];
 };
 
 }  // namespace

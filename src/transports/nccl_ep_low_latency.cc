@@ -163,8 +163,11 @@ Status NcclEpLowLatency::dispatch(const DispatchCall& call, int32_t format, cons
   return backend->gather_rows(gather, stream);
 }
 
+// Weighted slots of a token are merged and rounded before they travel, and the sum over the ranks is rounded: adding it to a
+// result would round once too often.
 bool NcclEpLowLatency::can_combine(const ReturnRows& call) const {
-  return dispatched_ && !call.backward && call.slots.dtype == DType::kBFloat16;
+  const bool rounds_twice = call.accumulate && call.slot_weights != nullptr && ranks_->size() > 1;
+  return dispatched_ && !call.backward && call.slots.dtype == DType::kBFloat16 && !rounds_twice;
 }
 
 Status NcclEpLowLatency::combine(const TensorView& slots, void* sums, nvte_ep_stream_t stream) {

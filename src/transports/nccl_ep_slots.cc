@@ -119,39 +119,51 @@ Status NcclEpSlots::high_throughput(const DispatchCall& call, int32_t format, in
 }
 
 Status NcclEpSlots::return_rows(const ReturnRows& call, nvte_ep_stream_t stream) {
-  const DType dtype = call.slots.dtype;
-  const int64_t element = dtype_bytes(dtype);
   const int64_t hidden = ranks_->settings().hidden;
-  const int64_t columns = std::min(hidden, token_bytes(ranks_->settings()) / element);
+  if (low_latency_ != nullptr && low_latency_->can_combine(call)) return low_latency_combine(call, stream);
+  NVTE_EP_TRY(update(stream));
+  // What is added to a result must not be rounded before: NCCL EP rounds the sum over the ranks to the type of its rows.
+  const bool rounds_twice = call.accumulate && ranks_->size() > 1;
+  const DType dtype = rounds_twice ? DType::kFloat32 : call.slots.dtype;
+  const int64_t columns = std::min(hidden, token_bytes(ranks_->settings()) / dtype_bytes(dtype));
   const int64_t passes = hidden / columns;
   const bool direct_in = passes == 1 && call.slot_weights == nullptr && call.slots.stride == hidden &&
                          is_aligned(call.slots.data);
   const bool direct_out =
       passes == 1 && !call.accumulate && call.result.stride == hidden && is_aligned(call.result.data);
-  const bool low_latency = low_latency_ != nullptr && low_latency_->can_combine(call);
-  if (!low_latency) NVTE_EP_TRY(update(stream));
   void* merged = nullptr;
   if (!direct_in) NVTE_EP_TRY(ranks_->slot_rows(slots_, &merged));
   for (int64_t pass = 0; pass < passes; ++pass) {
-    const int64_t at = pass * columns * element;
+    const int64_t at = pass * columns * dtype_bytes(call.slots.dtype);
     const TensorView result = part(call.result, at, columns);
     const void* from = call.slots.data;
     if (!direct_in) {
-      NVTE_EP_TRY(merge(part(call.slots, at, columns), call.slot_weights, merged, stream));
+      NVTE_EP_TRY(merge(part(call.slots, at, columns), call.slot_weights, dtype, merged, stream));
       from = merged;
     }
     void* to = direct_out ? result.data : ranks_->token_rows();
-    if (low_latency) {
-      TensorView from_slots = call.slots;
-      from_slots.data = const_cast<void*>(from);
-      if (!direct_in) from_slots.stride = columns;
-      NVTE_EP_TRY(low_latency_->combine(from_slots, to, stream));
-    } else {
-      NVTE_EP_TRY(combine(from, to, dtype, columns, pass == 0 ? &call : nullptr, stream));
+    NVTE_EP_TRY(combine(from, to, dtype, columns, pass == 0 ? &call : nullptr, stream));
+    if (rounds_twice) {
+      NVTE_EP_TRY(ranks_->backend()->add_sums(static_cast<const float*>(to), result, stream));
+    } else if (!direct_out) {
+      NVTE_EP_TRY(add(to, result, call.accumulate, stream));
     }
-    if (!direct_out) NVTE_EP_TRY(add(to, result, call.accumulate, stream));
   }
   return Status();
+}
+
+Status NcclEpSlots::low_latency_combine(const ReturnRows& call, nvte_ep_stream_t stream) {
+  TensorView from = call.slots;
+  if (call.slot_weights != nullptr) {
+    from.stride = from.columns();
+    NVTE_EP_TRY(ranks_->slot_rows(slots_, &from.data));
+    NVTE_EP_TRY(merge(call.slots, call.slot_weights, from.dtype, from.data, stream));
+  }
+  const bool direct_out =
+      !call.accumulate && call.result.stride == call.result.columns() && is_aligned(call.result.data);
+  void* to = direct_out ? call.result.data : ranks_->token_rows();
+  NVTE_EP_TRY(low_latency_->combine(from, to, stream));
+  return direct_out ? Status() : add(to, call.result, call.accumulate, stream);
 }
 
 // Contiguous rows of the wire format, 16-byte aligned.
@@ -229,9 +241,9 @@ Status NcclEpSlots::spread(const void* rows, int64_t bytes, const TensorView& re
   return ranks_->backend()->gather_rows(gather, stream);
 }
 
-// Slots that are weighted, strided or too wide: NCCL EP adds contiguous rows as they are. A token's slots are summed into
-// the first of them, so this rank's part is rounded once, like NCCL EP's own.
-Status NcclEpSlots::merge(const TensorView& slots, const float* weights, void* merged,
+// Slots that are weighted, strided, too wide or to be summed in another type: NCCL EP adds contiguous rows as they are. A
+// token's slots are summed into the first of them, so this rank's part is rounded once, like NCCL EP's own.
+Status NcclEpSlots::merge(const TensorView& slots, const float* weights, DType dtype, void* merged,
                           nvte_ep_stream_t stream) {
   MergeSlots m{};
   m.rows = slots;
@@ -242,6 +254,7 @@ Status NcclEpSlots::merge(const TensorView& slots, const float* weights, void* m
   m.top_k = settings_.top_k;
   m.slot_count = slot_count();
   m.out = slots;
+  m.out.dtype = dtype;
   m.out.data = merged;
   m.out.stride = slots.columns();
   m.out.shape[0] = slots_;

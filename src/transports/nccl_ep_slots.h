@@ -37,7 +37,9 @@ class NcclEpSlots : public SlotExchange {
   Status exchange(const DispatchCall& call, const void* rows, void* slots, int64_t row_bytes,
                   nvte_ep_stream_t stream);
   Status spread(const void* rows, int64_t bytes, const TensorView& received, nvte_ep_stream_t stream);
-  Status merge(const TensorView& slots, const float* weights, void* merged, nvte_ep_stream_t stream);
+  Status low_latency_combine(const ReturnRows& call, nvte_ep_stream_t stream);
+  Status merge(const TensorView& slots, const float* weights, DType dtype, void* merged,
+               nvte_ep_stream_t stream);
   Status combine(const void* from, void* to, DType dtype, int64_t columns, const ReturnRows* call,
                  nvte_ep_stream_t stream);
   Status add(const void* sums, const TensorView& result, bool accumulate, nvte_ep_stream_t stream);

@@ -1,6 +1,6 @@
-// Memory of GPU 0, and a stream for each thread. Ranks that share a GPU wait for each other in kernels, so nothing here waits for
-// the whole device or gives memory back to it, which does, and threads that come later take over the streams of those before,
-// since streams that share a queue of the device wait for each other.
+// Memory of GPU 0, and a stream for each thread. Ranks that share a GPU wait for each other in kernels, and CUDA's own allocation
+// and release wait for the whole device: so each thread has its share of memory from the beginning. Threads that come later take
+// over the streams of those before, since streams that share a queue of the device wait for each other.
 #ifndef NVTE_EP_TESTS_CUDA_MEMORY_H_
 #define NVTE_EP_TESTS_CUDA_MEMORY_H_
 
@@ -25,19 +25,23 @@ inline void require_cuda(cudaError_t error) {
   std::abort();  // nothing after this can be trusted
 }
 
-// A stream, and blocks of memory that were used on it and may be used on it again. One thread at a time has it.
+// A stream, and memory that is used on it: blocks of it again and again. One thread at a time has it.
 class CudaLane {
  public:
-  CudaLane() { require_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  CudaLane() {
+    require_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    require_cuda(cudaMalloc(reinterpret_cast<void**>(&memory_), kBytes));
+  }
 
   cudaStream_t stream() const { return stream_; }
   void* take(size_t bytes) {
     size_t size = 4096;
     while (size < bytes) size *= 2;
     std::vector<void*>& free = free_[size];
-    void* block = nullptr;
+    void* block = memory_ + taken_;
     if (free.empty()) {
-      require_cuda(cudaMalloc(&block, size));
+      taken_ += size;
+      if (taken_ > kBytes) require_cuda(cudaErrorMemoryAllocation);  // give lanes more
     } else {
       block = free.back();
       free.pop_back();
@@ -83,7 +87,10 @@ class CudaLane {
     return *all;
   }
 
+  static constexpr size_t kBytes = size_t{256} << 20;
   cudaStream_t stream_ = nullptr;
+  uint8_t* memory_ = nullptr;
+  size_t taken_ = 0;
   std::map<size_t, std::vector<void*>> free_;
   std::map<void*, size_t> used_;
 };

@@ -1,6 +1,7 @@
 // What transports need whose engine moves rows between tokens and slots by itself.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <set>
 
 #include "slot_scene.h"
@@ -135,6 +136,71 @@ TEST(SlotExchange, MergedSlotsSumToTheSame) {
     if (firsts.count(s) != 0) continue;
     EXPECT_EQ(merged[static_cast<size_t>(s * columns)], -3.0f) << s;
   }
+}
+
+// Own rows first, then those of others as they come: together the same as all at once, and each touches its slots only.
+TEST(SlotExchange, PartsOfTheTokensAddUp) {
+  const SlotScene scene;
+  HostBackend host(1);
+  std::vector<uint8_t> rows;
+  for (int32_t r = 0; r < scene.ranks; ++r) {
+    for (int64_t t = 0; t < scene.tokens; ++t) {
+      for (int64_t i = 0; i < scene.row_bytes; ++i) rows.push_back(SlotScene::byte(r, t, i));
+    }
+  }
+  const std::vector<uint8_t> own(rows.begin() + scene.rank * scene.tokens * scene.row_bytes,
+                                 rows.begin() + (scene.rank + 1) * scene.tokens * scene.row_bytes);
+  std::vector<uint8_t> whole(static_cast<size_t>(scene.in_use() * scene.row_bytes), 0xDD), pieces(whole);
+  GatherRows gather{};
+  gather.rows.block = rows.data();
+  gather.rows.rank_stride = scene.tokens * scene.row_bytes;
+  gather.rows.row_stride = scene.row_bytes;
+  gather.slot_source = scene.slot_source.data();
+  gather.slots = scene.in_use();
+  gather.row_bytes = scene.row_bytes;
+  gather.out = whole.data();
+  gather.out_stride = scene.row_bytes;
+  ASSERT_TRUE(host.gather_rows(gather, nullptr).ok());
+
+  std::fill_n(rows.begin() + scene.rank * scene.tokens * scene.row_bytes, own.size(), 0xEE);
+  gather.rows.own_rank = scene.rank;
+  gather.rows.own = own.data();
+  gather.rows.own_stride = scene.row_bytes;
+  gather.out = pieces.data();
+  const TokenPart parts[] = {{TokenPart::kOwn, scene.rank, 0, scene.tokens},
+                             {TokenPart::kOthers, scene.rank, 0, 13},
+                             {TokenPart::kOthers, scene.rank, 13, scene.tokens}};
+  for (const TokenPart& part : parts) {
+    const std::vector<uint8_t> before = pieces;
+    gather.part = part;
+    ASSERT_TRUE(host.gather_rows(gather, nullptr).ok());
+    for (int64_t s = 0; s < scene.in_use(); ++s) {
+      const int64_t source = scene.slot_source[static_cast<size_t>(s)];
+      const bool is_own = source < 0 || source >> 32 == scene.rank;
+      const int64_t token = source & 0xFFFFFFFF;
+      const bool mine =
+          part.which == TokenPart::kOwn ? is_own : !is_own && token >= part.begin && token < part.end;
+      const auto from = static_cast<std::ptrdiff_t>(s * scene.row_bytes);
+      const std::vector<uint8_t>& expected = mine ? whole : before;
+      EXPECT_TRUE(
+          std::equal(pieces.begin() + from, pieces.begin() + from + scene.row_bytes, expected.begin() + from))
+          << "slot " << s;
+    }
+  }
+  EXPECT_EQ(pieces, whole);
+}
+
+TEST(SlotExchange, SumsAreAddedWithOneRounding) {
+  HostBackend host(1);
+  // The next number of BF16 after 1 is 1 + 2^-7: the first sums lie half way, the second a little behind.
+  std::vector<uint16_t> result(16, 0x3F80);
+  const std::vector<float> sums(16, 1.0f / 256);
+  TensorView view{result.data(), DType::kBFloat16, Device(), 2, {1, 16}, 16};
+  ASSERT_TRUE(host.add_sums(sums.data(), view, nullptr).ok());
+  for (uint16_t bits : result) EXPECT_EQ(bits, 0x3F80);  // a tie, to even
+  const std::vector<float> more(16, 1.0f / 256 + 1.0f / 8192);
+  ASSERT_TRUE(host.add_sums(more.data(), view, nullptr).ok());
+  for (uint16_t bits : result) EXPECT_EQ(bits, 0x3F81);
 }
 
 }  // namespace

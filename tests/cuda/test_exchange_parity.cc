@@ -53,12 +53,44 @@ TEST_F(ExchangeParity, GatherRows) {
       }
       auto slot_source = Mirror::of(source);
       auto slot_k = Mirror::of(choice);
+      auto elsewhere = Mirror::of(random_bytes(static_cast<size_t>(tokens * row_bytes), &rng));
       Mirror out(static_cast<size_t>(slots * out_stride)), out_weights(slots * 4);
-      for (const bool with_rows : {true, false}) {
+      const int32_t last = ranks - 1;
+      const TokenPart parts[] = {
+          {TokenPart::kAll, -1, 0, 0}, {TokenPart::kOwn, last, 0, tokens}, {TokenPart::kOthers, last, 7, 31}};
+      // The same map by source: as many slots a row as the one with the most has.
+      std::vector<std::vector<int64_t>> slots_of(static_cast<size_t>(ranks * tokens));
+      for (int64_t s = 0; s < slots; ++s) {
+        if (source[s] >= 0) slots_of[(source[s] >> 32) * tokens + (source[s] & 0xFFFFFFFF)].push_back(s);
+      }
+      size_t most = 0;
+      for (const auto& of_row : slots_of) most = std::max(most, of_row.size());
+      std::vector<SlotAddress> by_source;
+      for (const auto& of_row : slots_of) {
+        for (size_t k = 0; k < most; ++k)
+          by_source.push_back(k < of_row.size() ? slot_address(last, of_row[k]) : -1);
+      }
+      auto source_slots = Mirror::of(by_source);
+      for (const int variant : {0, 1, 2, 3, 4, 5}) {
+        const TokenPart& part = parts[variant % 3];
+        const bool with_rows = variant != 3;
+        SCOPED_TRACE(text("row_bytes ", row_bytes, " ranks ", ranks, " variant ", variant));
         for (const bool cuda : {false, true}) {
           GatherRows g{};
+          g.part = part;
+          if (variant > 3) {
+            const bool own = part.which == TokenPart::kOwn;
+            g.source_slots = reinterpret_cast<const SlotAddress*>(source_slots->on(cuda)) +
+                             (own ? last * tokens * static_cast<int64_t>(most) : 0);
+            g.source_rows = own ? 0 : tokens;
+            g.top_k = static_cast<int32_t>(most);
+            g.num_ranks = ranks;
+          }
           g.rows.pointers = rank_rows.on(cuda);
           g.rows.strides = rank_strides.on(cuda);
+          g.rows.own_rank = part.own_rank;  // lies elsewhere
+          g.rows.own = elsewhere->on(cuda);
+          g.rows.own_stride = row_bytes;
           g.weights.pointers = reinterpret_cast<const void* const*>(rank_weights.on(cuda));
           g.weights.row_stride = top_k * 4;
           g.slot_source = reinterpret_cast<const int64_t*>(slot_source->on(cuda));

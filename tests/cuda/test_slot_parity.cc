@@ -106,12 +106,20 @@ TEST_F(SlotParity, RowsFindTheirSlotsAndGoBack) {
 
 TEST_F(SlotParity, MergedSlots) {
   Rng rng(31);
-  for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
+  const struct {
+    DType rows, merged;
+  } kinds[] = {{DType::kBFloat16, DType::kBFloat16},
+               {DType::kFloat16, DType::kFloat16},
+               {DType::kFloat32, DType::kFloat32},
+               {DType::kBFloat16, DType::kFloat32},
+               {DType::kFloat16, DType::kFloat32}};
+  for (const auto& kind : kinds) {
     for (const int64_t columns : {16, 96, 7168}) {
       for (const bool weighted : {false, true}) {
-        SCOPED_TRACE(text(dtype_name(dtype), " columns ", columns, " weighted ", weighted));
-        Tokens rows(dtype, scene_.capacity, columns, columns + 8),
-            merged(dtype, scene_.capacity, columns, columns);
+        SCOPED_TRACE(text(dtype_name(kind.rows), " to ", dtype_name(kind.merged), " columns ", columns,
+                          " weighted ", weighted));
+        Tokens rows(kind.rows, scene_.capacity, columns, columns + 8),
+            merged(kind.merged, scene_.capacity, columns, columns);
         rows.set(make_values(Data::kOutlierChannels, scene_.capacity, columns, &rng));
         auto weights = Mirror::of(make_values(Data::kGaussian, 1, scene_.capacity, &rng));
         for (const bool cuda : {false, true}) {
@@ -128,6 +136,26 @@ TEST_F(SlotParity, MergedSlots) {
         }
         ASSERT_CUDA(cudaDeviceSynchronize());
         ASSERT_TRUE(merged.equal("merged"));
+      }
+    }
+  }
+}
+
+TEST_F(SlotParity, SumsAreAdded) {
+  Rng rng(32);
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
+    for (const int64_t columns : {16, 96, 3584}) {
+      for (const int64_t stride : {columns, columns + 8, columns + 1}) {
+        SCOPED_TRACE(text(dtype_name(dtype), " columns ", columns, " stride ", stride));
+        const int64_t tokens = 37;
+        Tokens result(dtype, tokens, columns, stride);
+        result.set(make_values(Data::kGaussian, tokens, columns, &rng));
+        auto sums = Mirror::of(make_values(Data::kGaussian, tokens, columns, &rng));
+        for (const bool cuda : {false, true}) {
+          ASSERT_TRUE(backend(cuda)->add_sums(as<float>(*sums, cuda), result.on(cuda), nullptr).ok());
+        }
+        ASSERT_CUDA(cudaDeviceSynchronize());
+        ASSERT_TRUE(result.equal("result"));
       }
     }
   }

@@ -207,8 +207,9 @@ class MirroredCall(Call):
         found = super().read(name, array, **options)
         return None if found is None else self._mirror(name, found, False)
 
-    def fill(self, name: str, array: Any, **options: Any) -> View:
-        return self._mirror(name, super().fill(name, array, **options), True)
+    def write(self, name: str, array: Any, **options: Any) -> View | None:
+        found = super().write(name, array, **options)
+        return None if found is None else self._mirror(name, found, True)
 
     def receive_operand(self, arguments: _abi.DispatchArgs, operand: Operand) -> None:
         """An operand of the same shape on the device; it is bound once its buffer has a place."""

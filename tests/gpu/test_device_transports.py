@@ -242,7 +242,19 @@ def test_peer_threads(setup: Setup) -> None:
     compare(setup, expected, run_threads(setup.ranks, step, setup, "peer", "threads", "cuda"))
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
+# Rows enough for the stream of its own on which `nccl` exchanges them, in two pieces.
+LARGE = Setup(
+    2,
+    (1750, 1701),
+    hidden=7168,
+    top_k=1,
+    dispatch="bf16",
+    combine_backward="nvfp4",
+    capacity=2560,
+)
+
+
+@pytest.mark.parametrize("setup", [*SETUPS, LARGE], ids=str)
 def test_nccl_processes(setup: Setup) -> None:
     expected = run_threads(setup.ranks, step, setup, "threads", "threads", "cpu")
     got = run_processes(setup.ranks, step, setup, "nccl", "nccl", "cuda", environment=environment)

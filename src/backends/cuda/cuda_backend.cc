@@ -130,6 +130,11 @@ Status CudaBackend::merge_slots(const MergeSlots& merge, nvte_ep_stream_t stream
   return on_device(stream, [&](const LaunchContext& c) { return launch_merge_slots(merge, c); });
 }
 
+Status CudaBackend::add_sums(const float* sums, const TensorView& result, nvte_ep_stream_t stream) {
+  if (result.size() == 0) return Status();
+  return on_device(stream, [&](const LaunchContext& c) { return launch_add_sums(sums, result, c); });
+}
+
 Status CudaBackend::tag_rows(const TagRows& tag, nvte_ep_stream_t stream) {
   if (tag.tokens == 0) return Status();
   return on_device(stream, [&](const LaunchContext& c) { return launch_tag_rows(tag, c); });
@@ -163,6 +168,28 @@ Status CudaBackend::set_mark(void* mark, nvte_ep_stream_t stream) {
   return on_device(stream, [&](const LaunchContext&) {
     return cuda_status(cudaEventRecord(static_cast<cudaEvent_t>(mark), stream), "cudaEventRecord");
   });
+}
+
+Status CudaBackend::wait_mark(void* mark, nvte_ep_stream_t stream) {
+  return on_device(stream, [&](const LaunchContext&) {
+    return cuda_status(cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(mark), 0), "cudaStreamWaitEvent");
+  });
+}
+
+Status CudaBackend::create_stream(nvte_ep_stream_t* stream) {
+  return on_device(nullptr, [&](const LaunchContext&) {
+    int least = 0, greatest = 0;
+    NVTE_EP_TRY(
+        cuda_status(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange"));
+    return cuda_status(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, greatest),
+                       "cudaStreamCreateWithPriority");
+  });
+}
+
+void CudaBackend::destroy_stream(nvte_ep_stream_t stream) {
+  if (stream == nullptr) return;
+  const DeviceGuard guard(device_.device);
+  (void)cudaStreamDestroy(stream);
 }
 
 Status CudaBackend::mark_passed(void* mark, bool* passed) {

@@ -32,6 +32,7 @@ class CudaBackend : public Backend {
   Status gather_rows(const GatherRows& gather, nvte_ep_stream_t stream) override;
   Status reduce_rows(const ReduceRows& reduce, nvte_ep_stream_t stream) override;
   Status merge_slots(const MergeSlots& merge, nvte_ep_stream_t stream) override;
+  Status add_sums(const float* sums, const TensorView& result, nvte_ep_stream_t stream) override;
   Status tag_rows(const TagRows& tag, nvte_ep_stream_t stream) override;
   Status locate_rows(const LocateRows& locate, nvte_ep_stream_t stream) override;
   Status scatter_rows(const ScatterRows& scatter, nvte_ep_stream_t stream) override;
@@ -40,6 +41,9 @@ class CudaBackend : public Backend {
   Status create_mark(void** mark) override;
   void destroy_mark(void* mark) override;
   Status set_mark(void* mark, nvte_ep_stream_t stream) override;
+  Status wait_mark(void* mark, nvte_ep_stream_t stream) override;
+  Status create_stream(nvte_ep_stream_t* stream) override;
+  void destroy_stream(nvte_ep_stream_t stream) override;
   Status mark_passed(void* mark, bool* passed) override;
   Status synchronize() override;
   Status preload() override;

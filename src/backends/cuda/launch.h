@@ -27,6 +27,7 @@ Status launch_tag_rows(const TagRows& tag, const LaunchContext& context);
 Status launch_locate_rows(const LocateRows& locate, const LaunchContext& context);
 Status launch_scatter_rows(const ScatterRows& scatter, const LaunchContext& context);
 Status launch_merge_slots(const MergeSlots& merge, const LaunchContext& context);
+Status launch_add_sums(const float* sums, const TensorView& result, const LaunchContext& context);
 Status launch_gather_scalars(int32_t top_k, const SlotAddress* slots, const RankArrays& values,
                              const TensorView& out, const LaunchContext& context);
 Status launch_clean_indices(const TensorView& topk_idx, int32_t num_experts, int64_t tokens, int32_t* clean,
