@@ -27,7 +27,7 @@ class Mutant:
     edits: tuple[tuple[str, str], ...]
 
 
-WAIT = "while (is_missing(load_acquire(arrival), epoch))"
+WAIT = "while (is_missing(meeting_of(flag = load_acquire(arrival)), epoch))"
 NUMBER = "if (static_cast<uint32_t>(both >> 32) == epoch)"
 MUTANTS = (
     Mutant(

@@ -12,6 +12,8 @@
  * waits looks at those, not at flags.
  *
  * DEATH: the last rank may stop for ever at any point; the others must end, and name it.
+ * OTHER_CALL: the last rank comes to the second meeting for something else than the others; all must find it there.
+ *   COMPARE_LATER         the flag of a later meeting is compared as well: who is a meeting ahead is taken for the culprit
  *
  * Memory is weaker than the steps of the model: what an owner has written may be seen by a peer at once, later, or not before
  * the owner's release. `newest` is what the owner wrote, `seen` what a peer is sure to see.
@@ -31,7 +33,11 @@
 #define PASSED(have, meeting) (have >= meeting)
 #endif
 #ifdef NUMBERED
+#ifdef OTHER_CALL
+#define IS_NUMBERED(exchange) ((exchange) % NUMBERED == NUMBERED - 1 && !(me == VICTIM && (exchange) == 1))
+#else
 #define IS_NUMBERED(exchange) ((exchange) % NUMBERED == NUMBERED - 1)
+#endif
 #define HAS_COME(of, exchange) \
   (IS_NUMBERED(exchange) -> inbox[(me * RANKS + (of)) * COPIES + (exchange) % COPIES] == (exchange) + 1 : \
    PASSED(arrivals[me * RANKS + (of)], (exchange) + 1))
@@ -49,10 +55,26 @@
 byte newest[RANKS * COPIES];        /* [owner, copy] */
 byte seen[RANKS * RANKS * COPIES];  /* [peer, owner, copy] */
 byte arrivals[RANKS * RANKS];       /* [at, of]: meetings that a rank has come to, as another one sees it; none at itself */
+byte calls[RANKS * RANKS];          /* the same: what it came for */
+bool differ[RANKS];                 /* that a rank has found that another one came for something else */
 #ifdef NUMBERED
 byte inbox[RANKS * RANKS * COPIES]; /* [at, of, copy] */
 #endif
 byte ended[RANKS];                  /* rank + 1 of the one that ended the group, as a rank is told */
+
+/* What a rank comes to a meeting for. */
+#ifdef OTHER_CALL
+#define CALL(rank, meeting) (meeting == 2 && rank == VICTIM -> 99 : meeting)
+#else
+#define CALL(rank, meeting) (meeting)
+#endif
+#ifdef COMPARE_LATER
+#define COMPARED(flag, meeting) (flag >= meeting)
+#else
+#define COMPARED(flag, meeting) (flag == meeting)
+#endif
+#define DIFFERS(of, meeting) \
+  (COMPARED(arrivals[me * RANKS + (of)], (meeting)) && calls[me * RANKS + (of)] != CALL(me, (meeting)))
 
 #define WRITE(copy, value) newest[me * COPIES + (copy)] = value
 
@@ -70,7 +92,10 @@ inline arrive(meeting) {
        :: else -> break
        od;
 #endif
-       if :: p != me -> arrivals[p * RANKS + me] = meeting :: else fi;
+       if
+       :: p != me -> arrivals[p * RANKS + me] = meeting; calls[p * RANKS + me] = CALL(me, (meeting))
+       :: else
+       fi;
        p++
      }
   :: else -> break
@@ -92,7 +117,10 @@ inline send_numbered(exchange) {
   do
   :: p < RANKS ->
      MAY_DIE;
-     if :: p != me -> arrivals[p * RANKS + me] = (exchange) + 1 :: else fi;
+     if
+     :: p != me -> d_step { arrivals[p * RANKS + me] = (exchange) + 1; calls[p * RANKS + me] = CALL(me, (exchange) + 1) }
+     :: else
+     fi;
      p++
   :: else -> break
   od
@@ -129,7 +157,16 @@ inline wait_for_all(exchange) {
   do
   :: p < RANKS ->
      if
-     :: p == me || HAS_COME(p, exchange) -> p++
+     :: p == me -> p++
+     :: p != me && (HAS_COME(p, exchange) || DIFFERS(p, (exchange) + 1)) ->
+        d_step {
+          if
+          :: DIFFERS(p, (exchange) + 1) -> differ[me] = true
+          :: else
+          fi;
+          p++
+        }
+        if :: differ[me] -> goto over :: else fi
 #ifdef DEATH
      :: ended[me] != 0 -> goto over
      :: timeout -> /* nothing moves any more: the clock runs out, for any of those that wait */
@@ -210,7 +247,15 @@ done:
      e++
   :: else -> break
   od;
+#ifdef OTHER_CALL
+  assert(false); /* nobody gets through */
+#endif
 over:
+#ifdef OTHER_CALL
+  assert(e == 1);
+#else
+  assert(!differ[me]);
+#endif
 #ifdef DEATH
   assert(ended[me] == 0 || ended[me] == VICTIM + 1);
 #endif

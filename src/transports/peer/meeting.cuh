@@ -8,14 +8,20 @@
 
 namespace nvte_ep {
 
-__device__ __forceinline__ void store_release(uint32_t* where, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(where), "r"(value) : "memory");
+__device__ __forceinline__ void store_release(uint64_t* where, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(where), "l"(value) : "memory");
 }
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* where) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(where) : "memory");
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* where) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(where) : "memory");
   return value;
 }
+// A flag: the number of the meeting, and what its rank came for.
+__device__ __forceinline__ uint64_t flag_of(uint32_t meeting, uint32_t call) {
+  return static_cast<uint64_t>(call) << 32 | meeting;
+}
+__device__ __forceinline__ uint32_t meeting_of(uint64_t flag) { return static_cast<uint32_t>(flag); }
+__device__ __forceinline__ uint32_t call_of(uint64_t flag) { return static_cast<uint32_t>(flag >> 32); }
 // A value and the number of the meeting that it belongs to, in one piece: who reads the number has the value.
 __device__ __forceinline__ void store_numbered(uint64_t* where, uint32_t number, uint32_t value) {
   const uint64_t both = static_cast<uint64_t>(number) << 32 | value;
@@ -32,11 +38,27 @@ __device__ __forceinline__ int64_t now_ns() {
   return static_cast<int64_t>(t);
 }
 
+// What went wrong in a meeting, told to the host by the thread that finds it first; true in that one.
+__device__ __forceinline__ bool report_failure(const Meeting& m, int32_t status, int32_t rank) {
+  if (atomicExch(m.failed, 1) != 0) return false;
+  volatile MeetingReport* report = m.report;
+  report->rank = rank;
+  __threadfence_system();
+  report->status = status;
+  return true;
+}
+
+// Whether a peer has come to the same meeting for something else. Both see it then. One that is a meeting ahead has found this
+// rank to agree with it.
+__device__ __forceinline__ bool differs(const Meeting& m, uint64_t flag, uint32_t epoch) {
+  return meeting_of(flag) == epoch && call_of(flag) != m.call;
+}
+
 // One thread's patience with a peer, for a thread that looks at memory again and again. Memory of the host is looked at now and
 // then only: it is far away.
 class Patience {
  public:
-  // True when it is at an end: the peer is late, or the group has ended. The thread that finds it first tells the host.
+  // True when it is at an end: the peer is late, or here for something else, or the group has ended.
   __device__ __forceinline__ bool is_over(const Meeting& m, int32_t peer, uint32_t epoch) {
     return ++looks_ % 64 == 0 && gives_up(m, peer, epoch);
   }
@@ -44,17 +66,19 @@ class Patience {
  private:
   __device__ __forceinline__ bool gives_up(const Meeting& m, int32_t peer, uint32_t epoch) {
     if (start_ == 0) start_ = now_ns();
+    const auto arrivals = [&](int32_t at, int32_t of) {
+      return meeting_of(load_acquire(&m.arrivals[at][of]));
+    };
     const int32_t ended = *static_cast<volatile const int32_t*>(m.ended);
     const bool late = now_ns() - start_ > m.timeout_ns;
-    if (ended == 0 && !late) return false;
-    if (atomicExch(m.failed, 1) != 0) return true;
-    volatile MeetingReport* report = m.report;
-    const auto arrivals = [&](int32_t at, int32_t of) { return load_acquire(&m.arrivals[at][of]); };
+    if (ended == 0 && !late) {
+      if (!differs(m, load_acquire(&m.arrivals[m.rank][peer]), epoch)) return false;
+      report_failure(m, NVTE_EP_STATUS_INVALID_ARGUMENT, peer);
+      return true;
+    }
     const int32_t rank = ended != 0 ? ended - 1 : blamed(m.rank, m.size, peer, epoch, arrivals);
-    report->rank = rank;
-    __threadfence_system();
-    report->status = ended != 0 ? NVTE_EP_STATUS_PEER_FAILED : NVTE_EP_STATUS_TIMEOUT;
-    if (ended == 0) {  // the others need not find out for themselves
+    const int32_t status = ended != 0 ? NVTE_EP_STATUS_PEER_FAILED : NVTE_EP_STATUS_TIMEOUT;
+    if (report_failure(m, status, rank) && ended == 0) {  // the others need not find out for themselves
       for (int32_t r = 0; r < m.size; ++r) *static_cast<volatile int32_t*>(m.ended_words[r]) = rank + 1;
     }
     return true;
@@ -64,23 +88,27 @@ class Patience {
   int64_t start_ = 0;
 };
 
-// Waits until the peer has come to the meeting, the time-out at most. False: it did not, or the group has ended.
+// Waits until the peer has come to the meeting, the time-out at most. False: it did not, or for something else, or the group has
+// ended.
 __device__ __forceinline__ bool wait_for(const Meeting& m, int32_t peer, uint32_t epoch) {
-  const uint32_t* arrival = &m.arrivals[m.rank][peer];
+  const uint64_t* arrival = &m.arrivals[m.rank][peer];
+  uint64_t flag;
   Patience patience;
-  while (is_missing(load_acquire(arrival), epoch)) {
+  while (is_missing(meeting_of(flag = load_acquire(arrival)), epoch)) {
     if (patience.is_over(m, peer, epoch)) return false;
   }
-  return true;
+  if (!differs(m, flag, epoch)) return true;
+  report_failure(m, NVTE_EP_STATUS_INVALID_ARGUMENT, peer);
+  return false;
 }
 
-// The number of a meeting at every peer, for who looks for the one to blame: where data comes with the number, nobody waits
-// for this.
+// This rank's flag at every peer, for who looks for the one to blame, or what it came for: where data comes with the number,
+// nobody waits for this.
 __device__ __forceinline__ void tell_arrival(const Meeting& m, uint32_t epoch) {
   const int32_t threads = static_cast<int32_t>(blockDim.x);
 #pragma unroll 1
   for (int32_t peer = static_cast<int32_t>(threadIdx.x); peer < m.size; peer += threads) {
-    if (peer != m.rank) *static_cast<volatile uint32_t*>(&m.arrivals[peer][m.rank]) = epoch;
+    if (peer != m.rank) *static_cast<volatile uint64_t*>(&m.arrivals[peer][m.rank]) = flag_of(epoch, m.call);
   }
 }
 
@@ -105,7 +133,7 @@ __device__ __forceinline__ void meet(const Meeting& m) {
   if (!failed) {
     const int32_t threads = static_cast<int32_t>(blockDim.x);
     for (int32_t peer = static_cast<int32_t>(threadIdx.x); peer < m.size; peer += threads) {
-      if (peer != m.rank) store_release(&m.arrivals[peer][m.rank], epoch);
+      if (peer != m.rank) store_release(&m.arrivals[peer][m.rank], flag_of(epoch, m.call));
     }
     for (int32_t peer = static_cast<int32_t>(threadIdx.x); peer < m.size; peer += threads) {
       if (peer != m.rank && !wait_for(m, peer, epoch)) break;

@@ -14,7 +14,7 @@
 //
 //   prepare            publish indices and meet | scan | assign                   a few tokens: one launch
 //   dispatch           pack | publish and meet | deliver                          pack only where rows are not packed yet
-//   combine            partial rows of the others' tokens | meet | sum            once for each pass of columns
+//   combine            partial rows and meet | sum, beside it partial rows and meet | .. | sum       passes of columns
 namespace nvte_ep {
 namespace {
 
@@ -97,7 +97,7 @@ class PeerHandle : public HandleTransport {
     const PoolLayout& pool = group_->layout();
     PrepareArguments a{};
     a.pools = group_->pools();
-    a.meeting = group_->meeting();
+    a.meeting = group_->meeting(signature_of(PeerCall::kPrepare, settings_.id));
     a.indices = pool.indices;
     a.histograms = pool.histograms;
     a.inbox = pool.inbox;
@@ -225,24 +225,24 @@ class PeerHandle : public HandleTransport {
     a.own_value_stride = call.scalars.stride;
     a.counters = counters_;
     a.report = report_.memory();
+    a.send_values = call.backward;
+    a.own_values = static_cast<float*>(call.scalars.data);
+    a.ticket = group_->ticket();
+    a.meeting = group_->meeting(
+        signature_of(call.backward ? PeerCall::kDispatchBackward : PeerCall::kCombine, settings_.id, dtype));
     const int32_t all = static_cast<int32_t>(member_->settings.hidden * dtype_bytes(dtype) / 16);
-    const int32_t pass = chunks_of_a_pass(dtype, a.mxfp8, all);
-    const auto set_pass = [&](CombineArguments* args, int32_t first) {
-      args->first_chunk = first;
-      args->chunks = std::min(pass, all - first);
-      args->send_values = call.backward && first == 0;
-      args->own_values = first == 0 ? static_cast<float*>(call.scalars.data) : nullptr;
+    const int32_t pass = maps_.size == 1 ? all : chunks_of_a_pass(dtype, a.mxfp8, all);
+    const auto columns_from = [&](int32_t first) {
+      Columns columns;
+      columns.first_chunk = first;
+      columns.chunks = std::max(0, std::min(pass, all - first));
+      return columns;
     };
     return group_->launch(stream, [&](const LaunchContext& c) {
-      set_pass(&a, 0);
-      NVTE_EP_TRY(launch_partial_rows(dtype, a, c));
+      if (maps_.size > 1) NVTE_EP_TRY(launch_combine(dtype, a, Columns(), columns_from(0), c));
       for (int32_t first = 0; first < all; first += pass) {
-        set_pass(&a, first);
-        CombineArguments next = a;
-        const bool is_last = first + pass >= all;
-        if (!is_last) set_pass(&next, first + pass);
-        if (maps_.size > 1) NVTE_EP_TRY(launch_meet(group_->meeting(), c));
-        NVTE_EP_TRY(launch_sum_rows(dtype, a, is_last ? nullptr : &next, c));
+        const Columns next = maps_.size > 1 ? columns_from(first + pass) : Columns();
+        NVTE_EP_TRY(launch_combine(dtype, a, columns_from(first), next, c));
       }
       return Status();
     });
@@ -307,7 +307,8 @@ class PeerHandle : public HandleTransport {
                  const TravellingRows& rows, bool by_bands, nvte_ep_stream_t stream) {
     PublishArguments a{};
     a.pools = group_->pools();
-    a.meeting = group_->meeting();
+    a.meeting = group_->meeting(
+        signature_of(call.backward ? PeerCall::kCombineBackward : PeerCall::kDispatch, settings_.id));
     a.maps = maps_;
     a.rows = rows;
     a.copy_rows = rows.own != nullptr && maps_.size > 1;
@@ -369,7 +370,8 @@ class PeerHandle : public HandleTransport {
   int32_t chunks_of_a_pass(DType dtype, bool mxfp8, int32_t all) const {
     const int64_t rows = static_cast<int64_t>(maps_.size - 1) * maps_.tokens;
     const auto bytes_of = [&](int32_t chunks) { return rows * partial_row_bytes(dtype, mxfp8, chunks); };
-    int32_t passes = bytes_of(all) >= kWorthTwoPasses ? 2 : 1;
+    int32_t passes =
+        bytes_of(all) >= kWorthTwoPasses ? (getenv("NVTE_X_PASSES") ? atoi(getenv("NVTE_X_PASSES")) : 2) : 1;
     int32_t chunks = all;
     for (; passes > 1 || bytes_of(chunks) > group_->layout().outbox.bytes; ++passes) {
       chunks = static_cast<int32_t>(round_up((all + passes - 1) / passes, 32));

@@ -2,25 +2,7 @@
 
 #include <cuda_runtime.h>
 
-#include "device/kernel_order.cuh"
-#include "transports/peer/meeting.cuh"
-
 namespace nvte_ep {
-namespace {
-
-__global__ void meet_kernel(const Meeting m) {
-  device::wait_for_kernel_before();
-  meet(m);
-}
-
-}  // namespace
-
-Status launch_meet(const Meeting& meeting, const LaunchContext& context) {
-  LaunchShape shape;
-  shape.threads = 128;
-  shape.overlaps = true;
-  return launch_kernel<meet_kernel>("meet", context, shape, meeting);
-}
 
 Status last_captured(nvte_ep_stream_t stream, CapturedNode* last) {
   cudaStreamCaptureStatus status;

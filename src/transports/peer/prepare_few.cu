@@ -124,24 +124,35 @@ __device__ __forceinline__ int32_t clean(const PrepareArguments& a, const Place&
   return is_first_mention(at.token, expert, illegal, wrong) ? expert : -1;
 }
 
+// What travels of a choice: the expert, and something of what its rank has come for.
+__device__ __forceinline__ uint32_t tag_of(const Meeting& m) { return (m.call ^ m.call >> 12) & 0xFFFFu; }
+__device__ __forceinline__ uint32_t value_of(const Meeting& m, int32_t expert) {
+  return tag_of(m) << 16 | (static_cast<uint32_t>(expert) & 0xFFFFu);
+}
+
 // An own choice to all peers.
 __device__ __forceinline__ void send(const PrepareArguments& a, uint32_t now, int item, int32_t expert) {
   const RouteMaps& m = a.maps;
 #pragma unroll 1
   for (int32_t d = 1; d < m.size; ++d) {
     const int32_t peer = m.rank + d < m.size ? m.rank + d : m.rank + d - m.size;
-    store_numbered(&a.pools.inbox_of<uint64_t>(a.inbox, peer, now)[item], now + 1,
-                   static_cast<uint32_t>(expert));
+    uint64_t* inbox = a.pools.inbox_of<uint64_t>(a.inbox, peer, now);
+    store_numbered(&inbox[item], now + 1, value_of(a.meeting, expert));
   }
 }
 
-// Another rank's choice, when it is here; -1 if it does not come.
+// Another rank's choice, when it is here; -1 if it does not come, or came for something else.
 __device__ __forceinline__ int32_t receive(const Meeting& m, const uint64_t* from, int32_t peer,
                                            uint32_t epoch) {
   Patience patience;
   for (;;) {
     const uint64_t both = load_numbered(from);
-    if (static_cast<uint32_t>(both >> 32) == epoch) return static_cast<int32_t>(both);
+    if (static_cast<uint32_t>(both >> 32) == epoch) {
+      const uint32_t value = static_cast<uint32_t>(both);
+      if (value >> 16 == tag_of(m)) return static_cast<int16_t>(value & 0xFFFFu);
+      report_failure(m, NVTE_EP_STATUS_INVALID_ARGUMENT, peer);
+      return -1;
+    }
     if (patience.is_over(m, peer, epoch)) return -1;
   }
 }
