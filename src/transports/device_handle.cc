@@ -188,12 +188,11 @@ class DeviceHandle : public HandleTransport {
     const bool listed = rows.listed != nullptr;
     gather.source_slots = plan_.partials;
     gather.source_rows = listed ? 0 : rows.tokens;
-    gather.num_ranks =
-        listed ? 2 : member_->size;  // listed rows are counted through, as if one rank had sent them
+    gather.num_ranks = listed ? 2 : member_->size;  // counted through, as if one other rank had sent them
     for (int32_t p = 0; p < pieces; ++p) {
       cut(&rows, p, pieces);
       gather.part.begin = rows.begin;
-      gather.part.end = rows.listed != nullptr ? plan_.rows.received() : rows.end;
+      gather.part.end = listed ? plan_.rows.received() : rows.end;
       NVTE_EP_TRY(exchange_->await(p, stream));
       NVTE_EP_TRY(member_->backend->gather_rows(gather, stream));
     }

@@ -28,6 +28,7 @@ class NcclExchange : public DeviceExchange {
     close();
     backend_->destroy_stream(side_);
     backend_->destroy_mark(ready_);
+    backend_->destroy_mark(starts_);
     for (Piece& piece : pieces_) backend_->destroy_mark(piece.arrived);
   }
 
@@ -35,6 +36,7 @@ class NcclExchange : public DeviceExchange {
     NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL));
     NVTE_EP_TRY(backend_->create_stream(&side_));
     NVTE_EP_TRY(backend_->create_mark(&ready_));
+    NVTE_EP_TRY(backend_->create_mark(&starts_));
     for (Piece& piece : pieces_) NVTE_EP_TRY(backend_->create_mark(&piece.arrived));
     if (settings_.eager()) return Status();
     NVTE_EP_TRY(outbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size())));
@@ -71,9 +73,14 @@ class NcclExchange : public DeviceExchange {
       on = side_;
       NVTE_EP_TRY(backend_->set_mark(ready_, stream));
       NVTE_EP_TRY(backend_->wait_mark(ready_, on));
+      NVTE_EP_TRY(backend_->set_mark(starts_, on));
     }
     NVTE_EP_TRY(ranks_.watch().step(on, [&] { return send_and_receive(travels, on); }));
-    return mine.aside ? backend_->set_mark(mine.arrived, on) : Status();
+    if (!mine.aside) return Status();
+    NVTE_EP_TRY(backend_->set_mark(mine.arrived, on));
+    // What comes next on the caller's stream would take all multiprocessors, and NCCL's kernel needs whole ones: it goes first.
+    // A second piece starts when the first has come, for which nobody waits here.
+    return piece == 0 ? backend_->wait_mark(starts_, stream) : Status();
   }
   Status await(int32_t piece, nvte_ep_stream_t stream) override {
     const Piece& mine = pieces_[piece];
@@ -167,7 +174,8 @@ class NcclExchange : public DeviceExchange {
   NcclGroupComm ranks_;
   DeviceBuffer outbox_, inbox_;
   nvte_ep_stream_t side_ = nullptr;
-  void* ready_ = nullptr;  // what a piece sends is
+  void* ready_ = nullptr;   // what a piece sends is
+  void* starts_ = nullptr;  // a piece does
   Piece pieces_[kMaxPieces];
 };
 

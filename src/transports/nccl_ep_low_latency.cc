@@ -10,14 +10,16 @@ using nccl::check;
 
 namespace {
 
-// Above, high-throughput mode is faster, and this mode's memory large.
+// Up to here it has been seen to be faster than high-throughput mode; above, its memory gets large.
 constexpr int64_t kMaxTokens = 128;
 constexpr bool kWantedByDefault = false;
 // What its kernels are made for.
 constexpr int64_t kHiddenMultiple = 512;
 constexpr int64_t kMaxHidden = 8192;
 constexpr int64_t kRowMultiple = 512;  // bytes
+constexpr int32_t kMaxTopK = 31;       // a warp for each, and one more
 constexpr int64_t kExpertsPerSm = 14;
+constexpr int64_t kFewestSms = 64;  // of the devices that it is made for
 
 }  // namespace
 
@@ -28,10 +30,11 @@ bool low_latency_wanted() {
 
 bool low_latency_fits(const GroupSettings& settings, int32_t size) {
   const bool small = settings.max_tokens_per_rank <= kMaxTokens && !settings.eager() && !settings.zero_copy;
-  const bool shape = settings.hidden % kHiddenMultiple == 0 && settings.hidden <= kMaxHidden;
+  const bool shape = settings.hidden % kHiddenMultiple == 0 && settings.hidden <= kMaxHidden &&
+                     settings.max_top_k <= kMaxTopK;
   const int64_t experts = int64_t{padded_local_experts(settings, size)} * size;
-  return low_latency_wanted() && small && shape &&
-         (settings.num_sms == 0 || experts <= kExpertsPerSm * settings.num_sms);
+  const int64_t sms = settings.num_sms != 0 ? settings.num_sms : kFewestSms;
+  return low_latency_wanted() && small && shape && experts <= kExpertsPerSm * sms;
 }
 
 int64_t low_latency_row_bytes(int64_t row_bytes, int32_t top_k) {

@@ -6,8 +6,6 @@
 // is what it gets done, all the more where there are few of them or where the rows lie behind a link.
 #include "transports/peer/combine.h"
 
-#include <cstdlib>
-
 #include "device/kernel_order.cuh"
 #include "device/memory.cuh"
 #include "transports/peer/combine_items.cuh"
@@ -21,10 +19,11 @@ using namespace nvte_ep::device;  // NOLINT
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
+constexpr int kBlocksOfASm = 4;                         // registers allow no more
 constexpr int kStageBytes = kMostSources * kStepBytes;  // of a step
 constexpr int kRingBytes = kSteps * kStageBytes;        // of a warp
 constexpr int kSlotsInFlight = 4;                       // of those that do not go through shared memory
-constexpr int64_t kItemsOfAWarp = 8;  // where there are many rows: long items, but even shares
+constexpr int64_t kItemsOfAWarp = 8;                    // at least, where there are many rows
 
 template <typename Token>
 __device__ __forceinline__ void add(const Elements<Token>& e, Elements<Token>* sum) {
@@ -46,7 +45,7 @@ __device__ __forceinline__ int chunks_left(const Work& w, const Place& item) {
 
 // ---- partial rows -----------------------------------------------------------------------------------------------------
 
-// The lane's chunk of a step. step: where it begins; at: where the lane's 16 bytes are.
+// The lane's chunk of a step, in shared memory or at its holder.
 template <typename Token, bool kMxfp8>
 __device__ __forceinline__ Elements<Token> load_partial(const uint8_t* step) {
   constexpr int kCount = Elements<Token>::kCount;
@@ -190,7 +189,7 @@ __device__ __forceinline__ Elements<Token> add_staged_partials(const Item& item,
 }
 
 template <typename Token, bool kMxfp8>
-__global__ void __launch_bounds__(kThreads, 3) combine_rows(const __grid_constant__ Work w) {
+__global__ void __launch_bounds__(kThreads, kBlocksOfASm) combine_rows(const __grid_constant__ Work w) {
   extern __shared__ __align__(128) uint8_t rings[];
   wait_for_kernel_before();
   const bool meets = w.partials.items > 0;
@@ -351,20 +350,16 @@ __global__ void __launch_bounds__(kThreads) combine_rows_unstaged(const __grid_c
 
 // ---- launches ---------------------------------------------------------------------------------------------------------------
 
-int env(const char* name, int otherwise) {
-  const char* v = std::getenv(name);
-  return v == nullptr ? otherwise : std::atoi(v);
-}
-
 Pass pass_of(DType dtype, bool mxfp8, const Columns& columns, int64_t rows, int64_t warps) {
   Pass p{};
   if (columns.chunks == 0 || rows == 0) return p;
   p.columns = columns;
   p.row_blocks = (columns.chunks + kBlockChunks - 1) / kBlockChunks;
-  p.blocks = static_cast<int32_t>(std::max<int64_t>(
-      1,
-      std::min<int64_t>(p.row_blocks, rows * p.row_blocks / (warps * env("NVTE_X_ITEMS", kItemsOfAWarp)))));
-  p.stretches = static_cast<uint32_t>((p.row_blocks + p.blocks - 1) / p.blocks);
+  const int64_t blocks = rows * p.row_blocks / (warps * kItemsOfAWarp);
+  const auto pieces_of = [&p](int64_t n) { return static_cast<int32_t>((p.row_blocks + n - 1) / n); };
+  p.stretches =
+      static_cast<uint32_t>(pieces_of(std::max<int64_t>(1, std::min<int64_t>(p.row_blocks, blocks))));
+  p.blocks = pieces_of(p.stretches);  // as long as each other
   p.items = static_cast<uint32_t>(rows * p.stretches);
   p.partial_bytes = partial_row_bytes(dtype, mxfp8, columns.chunks);
   return p;
@@ -395,7 +390,7 @@ Status launch_combine(DType dtype, const CombineArguments& c, const Columns& sum
   Work w{};
   w.c = c;
   const int sms = context.max_sms > 0 ? context.max_sms : context.sms;
-  const int64_t warps = sms * int64_t{3 * kWarps};
+  const int64_t warps = sms * int64_t{kBlocksOfASm * kWarps};
   w.sums = pass_of(dtype, c.mxfp8, sums, c.tokens, warps);
   w.partials = pass_of(dtype, c.mxfp8, partials, static_cast<int64_t>(m.size - 1) * m.tokens, warps);
   const uint64_t items = uint64_t{w.sums.items} + w.partials.items;
@@ -411,16 +406,14 @@ Status launch_combine(DType dtype, const CombineArguments& c, const Columns& sum
   shape.bounded = true;
   shape.overlaps = true;
   shape.shared_bytes = staged ? kWarps * kRingBytes : 0;
-  LaunchContext resident = context;
-  if (env("NVTE_X_PERSIST", 1)) resident.max_sms = sms;
   return with_token(dtype, [&](auto token) {
     using Token = decltype(token);
     if (staged) {
-      return c.mxfp8 ? launch_kernel<combine_rows<Token, true>>("combine", resident, shape, w)
-                     : launch_kernel<combine_rows<Token, false>>("combine", resident, shape, w);
+      return c.mxfp8 ? launch_kernel<combine_rows<Token, true>>("combine", context, shape, w)
+                     : launch_kernel<combine_rows<Token, false>>("combine", context, shape, w);
     }
-    return c.mxfp8 ? launch_kernel<combine_rows_unstaged<Token, true>>("combine", resident, shape, w)
-                   : launch_kernel<combine_rows_unstaged<Token, false>>("combine", resident, shape, w);
+    return c.mxfp8 ? launch_kernel<combine_rows_unstaged<Token, true>>("combine", context, shape, w)
+                   : launch_kernel<combine_rows_unstaged<Token, false>>("combine", context, shape, w);
   });
 }
 

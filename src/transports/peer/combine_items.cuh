@@ -13,7 +13,7 @@ namespace nvte_ep {
 // A step: the chunks of 16 bytes that a warp sums at a time. A block: the steps that are in shared memory.
 constexpr int kStepChunks = device::kWarp;
 constexpr int kStepBytes = kStepChunks * 16;
-constexpr int kSteps = 4;
+constexpr int kSteps = 2;
 constexpr int kBlockChunks = kSteps * kStepChunks;
 constexpr int kMostSources = 8;  // of a token, that go through shared memory
 

@@ -370,8 +370,7 @@ class PeerHandle : public HandleTransport {
   int32_t chunks_of_a_pass(DType dtype, bool mxfp8, int32_t all) const {
     const int64_t rows = static_cast<int64_t>(maps_.size - 1) * maps_.tokens;
     const auto bytes_of = [&](int32_t chunks) { return rows * partial_row_bytes(dtype, mxfp8, chunks); };
-    int32_t passes =
-        bytes_of(all) >= kWorthTwoPasses ? (getenv("NVTE_X_PASSES") ? atoi(getenv("NVTE_X_PASSES")) : 2) : 1;
+    int32_t passes = bytes_of(all) >= kWorthTwoPasses ? 2 : 1;
     int32_t chunks = all;
     for (; passes > 1 || bytes_of(chunks) > group_->layout().outbox.bytes; ++passes) {
       chunks = static_cast<int32_t>(round_up((all + passes - 1) / passes, 32));
