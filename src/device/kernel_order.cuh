@@ -1,5 +1,6 @@
 // Kernels that are made ready while the one before them in the stream ends (LaunchShape::overlaps): that hides what a launch
-// costs. The order of the stream holds for what they do, as each of them waits here before it touches memory.
+// costs. The order of the stream holds for what they do, as each of them waits here before it touches memory. (Only quantisation
+// may read its inputs before, where the caller knows that the kernel before has waited for them: CodecOptions::reads_ahead.)
 //
 // A kernel that waits for other ranks must not let the next one start before it has done so: blocks of that one would take
 // the multiprocessors that the other ranks need, where they share a GPU.

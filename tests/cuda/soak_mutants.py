@@ -27,7 +27,8 @@ class Mutant:
     edits: tuple[tuple[str, str], ...]
 
 
-WAIT = "is_missing(meeting_of(flag = load_acquire(arrival)), epoch); ++spin"
+WAIT = "while (is_missing(meeting_of(flag = load_acquire(arrival)), epoch))"
+NUMBER = "if (static_cast<uint32_t>(both >> 32) == epoch)"
 MUTANTS = (
     Mutant(
         "nobody_waits", "transports/peer/meeting.cuh", ((WAIT, WAIT.replace("epoch", "epoch - (1u << 30)")),)
@@ -36,6 +37,11 @@ MUTANTS = (
         "waits_for_the_meeting_before",
         "transports/peer/meeting.cuh",
         ((WAIT, WAIT.replace("epoch", "epoch - 1")),),
+    ),
+    Mutant(
+        "takes_choices_of_any_meeting",
+        "transports/peer/prepare_few.cu",
+        ((NUMBER, NUMBER.replace("== epoch", "!= 0")),),
     ),
     Mutant("one_copy", "transports/peer/pools.h", (("return now & 1u;", "return 0u * now;"),)),
 )

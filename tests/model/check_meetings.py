@@ -17,7 +17,16 @@ import tempfile
 from pathlib import Path
 
 MODEL = Path(__file__).with_name("meetings.pml")
-HOLD = ("", "RANKS=2 EXCHANGES=6", "DEATH", "OTHER_CALL")
+HOLD = (
+    "",
+    "RANKS=2 EXCHANGES=6",
+    "DEATH",
+    "OTHER_CALL",
+    "NUMBERED=1",
+    "NUMBERED=2",
+    "NUMBERED=2 DEATH",
+    "NUMBERED=2 OTHER_CALL",
+)
 REFUSED = (
     "COPIES=1",
     "WAIT_ONE_BEFORE",
@@ -26,6 +35,7 @@ REFUSED = (
     "NO_RELEASE",
     "DEATH NAME_ANY",
     "COMPARE_LATER",
+    "NUMBERED=1 COPIES=1",
 )
 
 

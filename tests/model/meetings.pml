@@ -8,6 +8,9 @@
  *   NO_RELEASE              the flag may be seen before the data
  *   NAME_ANY                who gives up names any rank that is missing, be it one that waits itself (with DEATH)
  *
+ * NUMBERED=n: every n-th exchange is one of few values, which go into the peers' memory beside the number of the meeting; who
+ * waits looks at those, not at flags.
+ *
  * DEATH: the last rank may stop for ever at any point; the others must end, and name it.
  * OTHER_CALL: the last rank comes to the second meeting for something else than the others; all must find it there.
  *   COMPARE_LATER         the flag of a later meeting is compared as well: who is a meeting ahead is taken for the culprit
@@ -29,6 +32,18 @@
 #else
 #define PASSED(have, meeting) (have >= meeting)
 #endif
+#ifdef NUMBERED
+#ifdef OTHER_CALL
+#define IS_NUMBERED(exchange) ((exchange) % NUMBERED == NUMBERED - 1 && !(me == VICTIM && (exchange) == 1))
+#else
+#define IS_NUMBERED(exchange) ((exchange) % NUMBERED == NUMBERED - 1)
+#endif
+#define HAS_COME(of, exchange) \
+  (IS_NUMBERED(exchange) -> inbox[(me * RANKS + (of)) * COPIES + (exchange) % COPIES] == (exchange) + 1 : \
+   PASSED(arrivals[me * RANKS + (of)], (exchange) + 1))
+#else
+#define HAS_COME(of, exchange) PASSED(arrivals[me * RANKS + (of)], (exchange) + 1)
+#endif
 #define VICTIM (RANKS - 1)
 #ifdef DEATH
 #define MAY_DIE if :: me == VICTIM -> goto dead :: true fi
@@ -42,6 +57,9 @@ byte seen[RANKS * RANKS * COPIES];  /* [peer, owner, copy] */
 byte arrivals[RANKS * RANKS];       /* [at, of]: meetings that a rank has come to, as another one sees it; none at itself */
 byte calls[RANKS * RANKS];          /* the same: what it came for */
 bool differ[RANKS];                 /* that a rank has found that another one came for something else */
+#ifdef NUMBERED
+byte inbox[RANKS * RANKS * COPIES]; /* [at, of, copy] */
+#endif
 byte ended[RANKS];                  /* rank + 1 of the one that ended the group, as a rank is told */
 
 /* What a rank comes to a meeting for. */
@@ -55,6 +73,8 @@ byte ended[RANKS];                  /* rank + 1 of the one that ended the group,
 #else
 #define COMPARED(flag, meeting) (flag == meeting)
 #endif
+#define DIFFERS(of, meeting) \
+  (COMPARED(arrivals[me * RANKS + (of)], (meeting)) && calls[me * RANKS + (of)] != CALL(me, (meeting)))
 
 #define WRITE(copy, value) newest[me * COPIES + (copy)] = value
 
@@ -82,6 +102,31 @@ inline arrive(meeting) {
   od
 }
 
+#ifdef NUMBERED
+/* The flags come later, in any order, and let nobody go on. */
+inline send_numbered(exchange) {
+  p = 0;
+  do
+  :: p < RANKS ->
+     MAY_DIE;
+     if :: p != me -> inbox[(p * RANKS + me) * COPIES + (exchange) % COPIES] = (exchange) + 1 :: else fi;
+     p++
+  :: else -> break
+  od;
+  p = 0;
+  do
+  :: p < RANKS ->
+     MAY_DIE;
+     if
+     :: p != me -> d_step { arrivals[p * RANKS + me] = (exchange) + 1; calls[p * RANKS + me] = CALL(me, (exchange) + 1) }
+     :: else
+     fi;
+     p++
+  :: else -> break
+  od
+}
+#endif
+
 /* guilty: a rank that has not come, and does not wait for somebody itself in the last meeting that it has come to (blame.h). */
 inline find_guilty(meeting) {
   guilty = 0;
@@ -107,17 +152,16 @@ inline find_guilty(meeting) {
   }
 }
 
-inline wait_for_all(meeting) {
+inline wait_for_all(exchange) {
   p = 0;
   do
   :: p < RANKS ->
      if
      :: p == me -> p++
-     :: p != me && PASSED(arrivals[me * RANKS + p], meeting) ->
+     :: p != me && (HAS_COME(p, exchange) || DIFFERS(p, (exchange) + 1)) ->
         d_step {
           if
-          :: COMPARED(arrivals[me * RANKS + p], meeting) && calls[me * RANKS + p] != CALL(me, (meeting)) ->
-             differ[me] = true
+          :: DIFFERS(p, (exchange) + 1) -> differ[me] = true
           :: else
           fi;
           p++
@@ -126,7 +170,7 @@ inline wait_for_all(meeting) {
 #ifdef DEATH
      :: ended[me] != 0 -> goto over
      :: timeout -> /* nothing moves any more: the clock runs out, for any of those that wait */
-        find_guilty(meeting);
+        find_guilty((exchange) + 1);
         assert(guilty != 0);
         p = 0;
         do
@@ -164,6 +208,12 @@ proctype Rank(byte me) {
   do
   :: e < EXCHANGES ->
      MAY_DIE;
+#ifdef NUMBERED
+     if
+     :: IS_NUMBERED(e) -> send_numbered(e); goto sent
+     :: else
+     fi;
+#endif
 #ifdef ARRIVE_BEFORE_WRITING
      arrive(e + 1);
      WRITE(e % COPIES, e + 1);
@@ -177,15 +227,23 @@ proctype Rank(byte me) {
      :: else
      fi;
 #endif
-     wait_for_all(e + 1);
+sent:
+     wait_for_all(e);
      /* The copy of the next exchange is cleared for values that are gathered with atomics. */
      if
      :: COPIES > 1 -> WRITE((e + 1) % COPIES, 0)
      :: else
      fi;
+#ifdef NUMBERED
+     if
+     :: IS_NUMBERED(e) -> goto done /* who waited has the values */
+     :: else
+     fi;
+#endif
 #ifndef ARRIVE_BEFORE_READING
      read_all(e);
 #endif
+done:
      e++
   :: else -> break
   od;

@@ -9,6 +9,7 @@
 #include "backends/cuda/launch.h"
 #include "backends/cuda/row_threads.h"
 #include "device/codec_options.cuh"
+#include "device/kernel_order.cuh"
 #include "device/memory.cuh"
 #include "device/mxfp8_scale.cuh"
 #include "device/nvfp4_block.cuh"
@@ -139,7 +140,10 @@ __global__ void __maxnreg__((kRowRegisters<Token, kUnits>)) quantize_nvfp4_rows(
   __shared__ uint32_t exchange[kLoneWarp ? 1 : 2][kLoneWarp ? 1 : kMaxWarps];
   using Block = Block16<Token>;
   constexpr int kBlockBytes = 16 * Token::kBytes;
-  const int64_t flip = flip_of(a.rows);
+  const bool ahead = a.options.reads_ahead;
+  if (!ahead) wait_for_kernel_before();
+  let_next_kernel_start();
+  int64_t flip = ahead ? 0 : flip_of(a.rows);
   const int warps_per_row = kLoneWarp ? 1 : static_cast<int>(blockDim.x) / kWarp;
   const int rows_per_block = kLoneWarp ? static_cast<int>(blockDim.x) / kWarp : 1;
   const int64_t count = rows_in_use(a.rows.rows, a.options);
@@ -183,6 +187,10 @@ __global__ void __maxnreg__((kRowRegisters<Token, kUnits>)) quantize_nvfp4_rows(
       number = block_max(number, warps_per_row, exchange[kLoneWarp ? 0 : 1]);
     }
     const RowScale scale(tensor_scale, largest, number);
+    if (ahead) {
+      wait_for_kernel_before();
+      flip = flip_of(a.rows);
+    }
     uint32_t left = ~0u;  // units that the fast functions do not take
     if (scale.finite && !scale.zero && !scale.illegal && scale.k <= kMaxFastExponent) {
       left = 0;
@@ -225,6 +233,8 @@ __global__ void __maxnreg__((kRowRegisters<Token, kUnits>)) quantize_nvfp4_rows(
 // A thread block a row, read twice, at any alignment.
 template <typename Token, bool kStochastic>
 __global__ void __launch_bounds__(kMaxThreads) quantize_nvfp4_wide_rows(const QuantizeArguments a) {
+  wait_for_kernel_before();
+  let_next_kernel_start();
   const int64_t flip = flip_of(a.rows);
   __shared__ uint32_t exchange[2][kMaxWarps];
   const int64_t blocks = a.rows.hidden / Nvfp4::kBlock;
@@ -283,6 +293,8 @@ __global__ void __launch_bounds__(256, Token::kBytes == 4 && !kAligned ? 3 : 4)
     quantize_mxfp8_rows(const QuantizeArguments a, const RowThreads threads) {
   constexpr int kInFlight = 2;
   constexpr int kChunkBytes = 16 * Token::kBytes;
+  wait_for_kernel_before();
+  let_next_kernel_start();
   const int64_t flip = flip_of(a.rows);
   const int token_alignment = kAligned ? 16 : a.token_alignment;
   const int payload_alignment = kAligned ? 16 : a.payload_alignment;
@@ -334,6 +346,8 @@ __global__ void __launch_bounds__(256, Token::kBytes == 4 && !kAligned ? 3 : 4)
 template <typename Token>
 __global__ void __launch_bounds__(256, 4)
     quantize_bf16_rows(const QuantizeArguments a, const RowThreads threads) {
+  wait_for_kernel_before();
+  let_next_kernel_start();
   const int64_t flip = flip_of(a.rows);
   const int64_t count = rows_in_use(a.rows.rows, a.options);
   const int row_in_block = threads.row_of(threadIdx.x);
@@ -375,6 +389,8 @@ struct AssembleArguments {
 
 // A thread block a row: payload, scales and tail by 16 bytes.
 __global__ void __launch_bounds__(256, 4) assemble_rows(const AssembleArguments a) {
+  wait_for_kernel_before();
+  let_next_kernel_start();
   const int64_t count = rows_in_use(a.apart.rows, a.options);
   const TensorScale tensor_scale = read_tensor_scale(a.options);
   const int64_t flip = flip_of(a.packed);
@@ -410,6 +426,12 @@ __global__ void __launch_bounds__(256, 4) assemble_rows(const AssembleArguments 
 
 int64_t flip_bytes(const RowsView& rows) { return rows.flip == nullptr ? 0 : rows.flip_bytes; }
 
+LaunchShape rows_shape(const RowThreads& threads, int64_t rows) {
+  LaunchShape shape = row_launch(threads, rows);
+  shape.overlaps = true;
+  return shape;
+}
+
 template <typename Token, bool kStochastic, int kUnits, bool kLoneWarp>
 Status launch_nvfp4_rows(const QuantizeArguments& a, const LaunchContext& context) {
   const int64_t blocks = a.rows.hidden / Nvfp4::kBlock;
@@ -417,6 +439,7 @@ Status launch_nvfp4_rows(const QuantizeArguments& a, const LaunchContext& contex
   const int64_t rows_per_block = kLoneWarp ? kLoneWarps : 1;
   LaunchShape shape;
   shape.bounded = true;
+  shape.overlaps = true;
   shape.threads = static_cast<int>(warps * kWarp);
   shape.blocks = (a.rows.rows + rows_per_block - 1) / rows_per_block;
   return launch_kernel<quantize_nvfp4_rows<Token, kStochastic, kUnits, kLoneWarp>>("quantize_nvfp4_rows",
@@ -446,6 +469,7 @@ Status launch_nvfp4(const QuantizeArguments& a, const LaunchContext& context) {
   }
   LaunchShape shape;
   shape.bounded = true;
+  shape.overlaps = true;
   shape.threads = static_cast<int>(std::min<int64_t>(kMaxThreads, round_up(blocks, kWarp)));
   shape.blocks = a.rows.rows;
   return launch_kernel<quantize_nvfp4_wide_rows<Token, kStochastic>>("quantize_nvfp4_wide_rows", context,
@@ -460,7 +484,7 @@ Status launch_tokens(int32_t format, const QuantizeArguments& a, const LaunchCon
                                   : launch_nvfp4<Token, false>(a, context);
     case NVTE_EP_FORMAT_MXFP8: {
       const RowThreads threads = row_threads(a.rows.hidden / 16);
-      const LaunchShape shape = row_launch(threads, a.rows.rows);
+      const LaunchShape shape = rows_shape(threads, a.rows.rows);
       return a.token_alignment >= 16 && a.payload_alignment >= 16
                  ? launch_kernel<quantize_mxfp8_rows<Token, true>>("quantize_mxfp8_rows", context, shape, a,
                                                                    threads)
@@ -470,7 +494,7 @@ Status launch_tokens(int32_t format, const QuantizeArguments& a, const LaunchCon
     default: {
       const RowThreads threads = row_threads(a.rows.hidden / 8);
       return launch_kernel<quantize_bf16_rows<Token>>("quantize_bf16_rows", context,
-                                                      row_launch(threads, a.rows.rows), a, threads);
+                                                      rows_shape(threads, a.rows.rows), a, threads);
     }
   }
 }
@@ -513,6 +537,7 @@ Status launch_assemble(int32_t format, const RowsView& apart, const RowsView& pa
                    packed.payload_stride, a.layout.payload_bytes, flip_bytes(packed));
   LaunchShape shape;
   shape.bounded = true;
+  shape.overlaps = true;
   shape.blocks = apart.rows;
   shape.threads = 256;
   return launch_kernel<assemble_rows>("assemble_rows", context, shape, a);

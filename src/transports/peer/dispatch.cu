@@ -25,6 +25,7 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kDepth = 4;  // chunks of a piece that a lane holds
 constexpr int kPieceChunks = kDepth * kWarp;
 constexpr int kMostPublishBlocks = 1024;
+constexpr int64_t kFewRows = 1024;  // of all ranks
 
 __device__ __forceinline__ uint4 load_once(const void* from) {
   return __ldcs(static_cast<const uint4*>(from));
@@ -90,8 +91,9 @@ __global__ void __launch_bounds__(kThreads) publish_rows(const PublishArguments 
   }
   if (a.send_weights) {
     float* theirs = a.pools.to_write<float>(a.weights.area, now);
-    for (int64_t i = first * m.top_k + threadIdx.x; i < end * m.top_k; i += kThreads) {
-      theirs[i] = a.own_weights[i / m.top_k * a.own_weight_stride + i % m.top_k];
+    const float* mine = a.own_weights + first * a.own_weight_stride;
+    for (int i = static_cast<int>(threadIdx.x); i < static_cast<int>(end - first) * m.top_k; i += kThreads) {
+      theirs[first * m.top_k + i] = mine[i / m.top_k * a.own_weight_stride + i % m.top_k];
     }
   }
   if (a.copy_rows) {
@@ -138,10 +140,13 @@ class Decoded {
   Chunk<Format, Token> chunk_;
 };
 
+__device__ __forceinline__ bool gives_weights(const DeliverArguments& a, int32_t rank, uint32_t now) {
+  return *a.pools.to_read<uint32_t>(a.weights.given, rank, now) != 0;
+}
+
 // A warp: a piece of a row to its slots.
 template <typename Form>
-__device__ __forceinline__ void deliver_piece(const DeliverArguments& a, uint32_t now, const bool* gives,
-                                              int64_t item) {
+__device__ __forceinline__ void deliver_piece(const DeliverArguments& a, uint32_t now, int64_t item) {
   const RouteMaps& m = a.maps;
   const int piece = static_cast<int>(item % a.pieces);
   item /= a.pieces;
@@ -160,12 +165,13 @@ __device__ __forceinline__ void deliver_piece(const DeliverArguments& a, uint32_
   if (holds == 0) return;
 
   const uint8_t* row = row_of(a.pools, a.rows, rank, token, now);
-  const int first = piece * kPieceChunks + lane;
+  const int first = piece * a.piece_chunks + lane;
+  const int end = min((piece + 1) * a.piece_chunks, a.chunks);
   uint4 v[kDepth];
   if (a.out != nullptr) {
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
-      if (first + d * kWarp >= a.chunks) continue;
+      if (first + d * kWarp >= end) continue;
       Form form(a, row);
       form.fetch(first + d * kWarp);
       v[d] = form.bytes();
@@ -177,8 +183,9 @@ __device__ __forceinline__ void deliver_piece(const DeliverArguments& a, uint32_
       float weight = 0.0f;
       if (rank == m.rank) {
         weight = a.own_weights[token * a.own_weight_stride + k + lane];
-      } else if (gives[rank]) {
-        weight = a.pools.to_read<float>(a.weights.area, rank, now)[token * m.top_k + k + lane];
+      } else {
+        const float theirs = a.pools.to_read<float>(a.weights.area, rank, now)[token * m.top_k + k + lane];
+        weight = gives_weights(a, rank, now) ? theirs : 0.0f;
       }
       a.out_weights[mine] = weight;
     }
@@ -188,7 +195,7 @@ __device__ __forceinline__ void deliver_piece(const DeliverArguments& a, uint32_
       uint8_t* out = a.out + slot * a.out_stride;
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
-        if (first + d * kWarp < a.chunks) store_once(out + (first + d * kWarp) * int64_t{16}, v[d]);
+        if (first + d * kWarp < end) store_once(out + (first + d * kWarp) * int64_t{16}, v[d]);
       }
     }
   }
@@ -210,23 +217,30 @@ __device__ __forceinline__ void clear_pad(const DeliverArguments& a, int64_t ite
   }
 }
 
-// The second-level exponent of an expert, and its publication.
-__device__ __forceinline__ uint8_t expert_exponent(const DeliverArguments& a, uint32_t now, int32_t e,
+// An exponent as it is published and compared: from kMinExponent up, and one more; 0: none.
+__device__ __forceinline__ uint32_t exponent_of(float token_scale) {
+  int k;
+  const bool live = Nvfp4::classify(token_scale, &k) == Nvfp4::ScaleKind::kLive;
+  return live ? static_cast<uint32_t>(k - Nvfp4::kMinExponent + 1) : 0u;
+}
+__device__ __forceinline__ uint32_t published_exponent(const DeliverArguments& a, uint32_t now, int32_t e) {
+  uint32_t largest = 0;
+  for (int32_t r = 0; r < a.maps.size; ++r) {
+    const uint32_t* theirs = a.pools.to_read<uint32_t>(a.exponents.area, r, now);
+    largest = max(largest, theirs[a.maps.rank * a.maps.local_experts() + e]);
+  }
+  return largest;
+}
+
+// The second-level exponent of an expert, and its publication. largest: of its rows.
+__device__ __forceinline__ uint8_t expert_exponent(const DeliverArguments& a, int32_t e, uint32_t largest,
                                                    bool publishes) {
   const OperandScales& o = a.operand;
-  bool live = false, illegal = false;
-  int k = Nvfp4::kMinExponent;
+  bool live = largest > 0, illegal = false;
+  int k = live ? static_cast<int>(largest) + Nvfp4::kMinExponent - 1 : Nvfp4::kMinExponent;
   if (o.fixed_expert_scale != nullptr) {
     live = a.maps.rows_per_expert[e] > 0;
     illegal = Nvfp4::classify(o.fixed_expert_scale[e], &k) != Nvfp4::ScaleKind::kLive;
-  } else {
-    uint32_t largest = 0;
-    for (int32_t r = 0; r < a.maps.size; ++r) {
-      const uint32_t* theirs = a.pools.to_read<uint32_t>(a.exponents.area, r, now);
-      largest = max(largest, theirs[a.maps.rank * a.maps.local_experts() + e]);
-    }
-    live = largest > 0;
-    if (live) k = static_cast<int>(largest) + Nvfp4::kMinExponent - 1;
   }
   if (publishes) {
     if (illegal) report(o.findings, NVTE_EP_FINDING_EXPERT_SCALE);
@@ -240,63 +254,123 @@ __device__ __forceinline__ uint8_t expert_exponent(const DeliverArguments& a, ui
   return illegal ? kIllegalExponent : static_cast<uint8_t>(k - Nvfp4::kMinExponent);
 }
 
-// A block: the scales of a band of 128 rows of a slab, requantised (NVFP4) and put into tiles.
+// 128 rows of a slab, which share tiles of scales.
+struct Band {
+  int32_t expert = -1;  // below 0: none
+  int64_t index = 0;    // in the slab
+  int64_t tile = 0;     // among all
+  int64_t first_slot = 0;
+  int rows = 0;  // in use
+
+  // The first one of an expert.
+  static __device__ __forceinline__ Band of_expert(const RouteMaps& m, int32_t e) {
+    Band band;
+    band.expert = e;
+    band.tile = m.scale_row_offsets[e] / kScaleTileRows;
+    band.first_slot = m.row_offsets[e];
+    band.rows = rows_from(m.rows_per_expert[e]);
+    return band;
+  }
+  // A warp looks for it.
+  static __device__ __forceinline__ Band at_tile(const RouteMaps& m, int64_t tile) {
+    Band band;
+    for (int32_t base = 0; base < m.local_experts() && band.expert < 0; base += kWarp) {
+      const int32_t e = base + lane_id();
+      const bool here = e < m.local_experts() && tile < m.scale_row_offsets[e + 1] / kScaleTileRows;
+      const unsigned found = __ballot_sync(kAllLanes, here);
+      if (found != 0) band = of_expert(m, base + __ffs(static_cast<int>(found)) - 1);
+    }
+    if (band.expert >= 0) band.go_to(m, tile - band.tile);
+    return band;
+  }
+  // Further on in the slab; no rows: there are no more.
+  __device__ __forceinline__ void go_to(const RouteMaps& m, int64_t to) {
+    tile += to - index;
+    first_slot += (to - index) * kScaleTileRows;
+    index = to;
+    rows = rows_from(m.rows_per_expert[expert] - index * kScaleTileRows);
+  }
+
+ private:
+  static __device__ __forceinline__ int rows_from(int64_t left) {
+    return static_cast<int>(max(int64_t{0}, min(left, int64_t{kScaleTileRows})));
+  }
+};
+
+// A block: a part of a band's scales, requantised (NVFP4) and put into tiles.
 template <typename Format>
-__device__ __forceinline__ void make_band(const DeliverArguments& a, uint32_t now, int64_t tile) {
+__device__ __forceinline__ void make_band(const DeliverArguments& a, uint32_t now, const Band& band,
+                                          int part) {
   constexpr bool kNvfp4 = std::is_same_v<Format, Nvfp4>;
   __shared__ const uint8_t* scales_of[kScaleTileRows];  // null: padding
   __shared__ RowRescale rescale[kScaleTileRows];
   __shared__ uint8_t exponent;
+  __shared__ uint32_t exchange[kMaxWarps];
   const RouteMaps& m = a.maps;
   const OperandScales& o = a.operand;
-  // The slab: every warp looks for it.
-  int32_t expert = -1;
-  for (int32_t base = 0; base < m.local_experts() && expert < 0; base += kWarp) {
-    const int32_t e = base + lane_id();
-    const bool here = e < m.local_experts() && tile < m.scale_row_offsets[e + 1] / kScaleTileRows;
-    const unsigned found = __ballot_sync(kAllLanes, here);
-    if (found != 0) expert = base + __ffs(static_cast<int>(found)) - 1;
-  }
-  if (expert < 0) return;
-  const int64_t first_tile = m.scale_row_offsets[expert] / kScaleTileRows;
-  const int64_t band = tile - first_tile;
-  const int64_t first_slot = m.row_offsets[expert] + band * kScaleTileRows;
-  const int rows = static_cast<int>(min(m.rows_per_expert[expert] - band * kScaleTileRows, kScaleTileRows));
+  const int rows = band.rows;
   // The exponent by the last warp, the rows by the first four, side by side.
   const int row_here = static_cast<int>(threadIdx.x);
+  const auto row_in = [&](int64_t slot) -> const uint8_t* {
+    const int64_t source = m.slot_source[slot];
+    if (source < 0) return nullptr;
+    return row_of(a.pools, a.rows, static_cast<int32_t>(source >> 32), source & 0xFFFFFFFF, now);
+  };
   float token_scale = 0.0f;
   if (row_here < rows) {
-    const int64_t source = m.slot_source[first_slot + row_here];
-    const uint8_t* row =
-        source < 0 ? nullptr
-                   : row_of(a.pools, a.rows, static_cast<int32_t>(source >> 32), source & 0xFFFFFFFF, now);
+    const uint8_t* row = row_in(band.first_slot + row_here);
     scales_of[row_here] = row == nullptr ? nullptr : row + o.layout.payload_bytes;
     if (kNvfp4 && row != nullptr) {
       token_scale = *reinterpret_cast<const float*>(row + o.layout.token_scale_offset);
     }
   }
-  if constexpr (kNvfp4) {
-    if (threadIdx.x == kThreads - 1) exponent = expert_exponent(a, now, expert, false);
-    __syncthreads();
-    if (row_here < rows) rescale[row_here] = RowRescale(token_scale, exponent);
-  }
   __syncthreads();
-  bool misfit = false;
+  // A warp's first patch, on its way while the exponent is found.
   const int64_t pieces = (o.columns + kPatchColumns - 1) / kPatchColumns;
-  for (int64_t i = warp_id(); i < pieces * kPatchesPerTile; i += kWarps) {
+  const int64_t items = o.scales == nullptr ? 0 : pieces * kPatchesPerTile;
+  int64_t i = part * kWarps + warp_id();
+  const auto fetch = [&] {
+    PatchScales scales;
     const int patch = static_cast<int>(i % kPatchesPerTile);
     const int64_t column = patch_column(i / kPatchesPerTile * kPatchColumns);
-    if (column >= o.columns) continue;
-    const int bytes = static_cast<int>(min(o.columns - column, int64_t{16}));
-    PatchScales scales;
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       const int row = 32 * q + patch_row(patch);
-      const uint8_t* from = row < rows ? scales_of[row] : nullptr;
+      const uint8_t* from = i < items && column < o.columns && row < rows ? scales_of[row] : nullptr;
       scales.row[q] = make_uint4(0, 0, 0, 0);
       // A row's last 16 bytes may run past its scales, but not past the row.
       if (from != nullptr) scales.row[q] = *reinterpret_cast<const uint4*>(from + column);
     }
+    return scales;
+  };
+  PatchScales scales = fetch();
+  if constexpr (kNvfp4) {
+    if (a.exponents_travel) {
+      if (threadIdx.x == kThreads - 1) {
+        exponent = expert_exponent(a, band.expert, published_exponent(a, now, band.expert), false);
+      }
+    } else {
+      uint32_t largest = exponent_of(token_scale);
+      for (int64_t i = threadIdx.x; i < m.tokens_per_expert[band.expert]; i += kThreads) {
+        if (i / kScaleTileRows == band.index) continue;
+        const uint8_t* row = row_in(m.row_offsets[band.expert] + i);
+        largest =
+            max(largest, exponent_of(*reinterpret_cast<const float*>(row + o.layout.token_scale_offset)));
+      }
+      largest = block_max(largest, kWarps, exchange);
+      if (threadIdx.x == 0) exponent = expert_exponent(a, band.expert, largest, band.index == 0 && part == 0);
+    }
+    __syncthreads();
+    if (row_here < rows) rescale[row_here] = RowRescale(token_scale, exponent);
+    __syncthreads();
+  }
+  bool misfit = false;
+  const int64_t step = a.band_parts * kWarps;
+  for (; i < items; i += step, scales = fetch()) {
+    const int patch = static_cast<int>(i % kPatchesPerTile);
+    const int64_t column = patch_column(i / kPatchesPerTile * kPatchColumns);
+    if (column >= o.columns) continue;
+    const int bytes = static_cast<int>(min(o.columns - column, int64_t{16}));
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       const int row = 32 * q + patch_row(patch);
@@ -310,25 +384,40 @@ __device__ __forceinline__ void make_band(const DeliverArguments& a, uint32_t no
       }
       scales.row[q] = v;
       if (o.linear) {
-        store16(o.scales + (first_slot + row) * o.columns + column, v, o.columns % 16 == 0 ? 16 : 1, bytes);
+        store16(o.scales + (band.first_slot + row) * o.columns + column, v, o.columns % 16 == 0 ? 16 : 1,
+                bytes);
       }
     }
     if (!o.linear) {
-      store_patch(o.scales + tile * ((o.columns + 3) / 4) * kTileBytes, o.columns, patch, column, scales);
+      store_patch(o.scales + band.tile * ((o.columns + 3) / 4) * kTileBytes, o.columns, patch, column,
+                  scales);
     }
   }
   if (misfit) report(o.findings, NVTE_EP_FINDING_EXPERT_SCALE);
 }
 
-// Whether the peers gave weights; one block tells the host who did not.
-__device__ void read_gifts(const DeliverArguments& a, uint32_t now, bool* gives) {
-  for (int32_t r = static_cast<int32_t>(threadIdx.x); r < a.maps.size; r += kThreads) {
-    gives[r] = *a.pools.to_read<uint32_t>(a.weights.given, r, now) != 0;
+// A block: its part of the scales of an expert, or where there are many rows of a band.
+template <typename Format>
+__device__ __forceinline__ void deliver_scales(const DeliverArguments& a, uint32_t now, int64_t item,
+                                               int part) {
+  const RouteMaps& m = a.maps;
+  Band band = a.exponents_travel ? Band::at_tile(m, item) : Band::of_expert(m, static_cast<int32_t>(item));
+  if (std::is_same_v<Format, Nvfp4> && band.rows == 0 && !a.exponents_travel && part == 0 &&
+      threadIdx.x == 0) {
+    expert_exponent(a, band.expert, 0, true);
   }
-  __syncthreads();
-  if (!is_first_thread()) return;
+  while (band.rows > 0) {
+    make_band<Format>(a, now, band, part);
+    __syncthreads();
+    if (a.exponents_travel) break;
+    band.go_to(m, band.index + 1);
+  }
+}
+
+// One thread: the host learns which ranks gave no weights.
+__device__ void tell_missing(const DeliverArguments& a, uint32_t now) {
   for (int32_t r = 0; r < a.maps.size; ++r) {
-    if (gives[r] || r == a.maps.rank) continue;
+    if (r == a.maps.rank || gives_weights(a, r, now)) continue;
     volatile int64_t* report = a.report;
     a.counters[5] = r;
     a.counters[4] += 1;
@@ -342,15 +431,15 @@ struct NoScales {};
 
 template <typename Form, typename Scales>
 __global__ void __launch_bounds__(kThreads, 4) deliver(const DeliverArguments a) {
-  extern __shared__ bool gives[];  // [size], where weights are wanted
   wait_for_kernel_before();
   let_next_kernel_start();
   const uint32_t now = *a.pools.epoch;
-  if (a.out_weights != nullptr) read_gifts(a, now, gives);
+  const bool is_last = blockIdx.x == gridDim.x - 1;  // it has the least to do
+  if (a.out_weights != nullptr && is_last && threadIdx.x == 0) tell_missing(a, now);
   if constexpr (std::is_same_v<Scales, Nvfp4>) {
     if (blockIdx.x == 0) {
       for (int32_t e = static_cast<int32_t>(threadIdx.x); e < a.maps.local_experts(); e += kThreads) {
-        expert_exponent(a, now, e, true);
+        if (a.exponents_travel) expert_exponent(a, e, published_exponent(a, now, e), true);
       }
     }
   }
@@ -358,11 +447,10 @@ __global__ void __launch_bounds__(kThreads, 4) deliver(const DeliverArguments a)
     const int64_t item = (block - a.band_blocks) * kWarps + warp_id();
     if (block < a.band_blocks) {  // first: they wait for memory, and the others fill the time
       if constexpr (!std::is_same_v<Scales, NoScales>) {
-        make_band<Scales>(a, now, block);
-        __syncthreads();
+        deliver_scales<Scales>(a, now, block / a.band_parts, static_cast<int>(block % a.band_parts));
       }
     } else if (block - a.band_blocks < a.copy_blocks) {
-      deliver_piece<Form>(a, now, gives, item);
+      deliver_piece<Form>(a, now, item);
     } else {
       clear_pad(a, item - a.copy_blocks * kWarps);
     }
@@ -373,8 +461,14 @@ template <typename Form, typename Scales>
 Status launch(DeliverArguments a, const LaunchContext& context) {
   const RouteMaps& m = a.maps;
   const bool moves = a.out != nullptr || a.out_weights != nullptr;
-  a.pieces = a.out == nullptr ? 1 : static_cast<int32_t>((a.chunks + kPieceChunks - 1) / kPieceChunks);
-  a.band_blocks = std::is_same_v<Scales, NoScales> || a.operand.scales == nullptr ? 0 : a.operand.bands;
+  // Of few rows small pieces, so that all multiprocessors have some.
+  const bool few = few_rows(m);
+  a.piece_chunks = few ? kWarp : kPieceChunks;
+  a.band_parts = few ? kPatchesPerTile : 1;
+  a.pieces = a.out == nullptr ? 1 : static_cast<int32_t>((a.chunks + a.piece_chunks - 1) / a.piece_chunks);
+  const bool bands = !std::is_same_v<Scales, NoScales> &&
+                     (a.operand.scales != nullptr || (std::is_same_v<Scales, Nvfp4> && !a.exponents_travel));
+  a.band_blocks = bands ? (few ? m.local_experts() : a.operand.bands) * a.band_parts : 0;
   a.copy_blocks = moves ? (static_cast<int64_t>(m.tokens) * m.size * a.pieces + kWarps - 1) / kWarps : 0;
   const int64_t pads = moves ? m.local_experts() * (m.alignment - 1) : 0;
   a.blocks = a.band_blocks + a.copy_blocks + (pads + kWarps - 1) / kWarps;
@@ -383,7 +477,6 @@ Status launch(DeliverArguments a, const LaunchContext& context) {
   shape.blocks = std::max<int64_t>(1, a.blocks);
   shape.bounded = true;
   shape.overlaps = true;
-  shape.shared_bytes = a.out_weights != nullptr ? m.size : 0;
   return launch_kernel<deliver<Form, Scales>>("deliver", context, shape, a);
 }
 
@@ -400,6 +493,8 @@ Status launch_decoded(DType dtype, const DeliverArguments& a, const LaunchContex
 }
 
 }  // namespace
+
+bool few_rows(const RouteMaps& m) { return static_cast<int64_t>(m.size) * m.tokens <= kFewRows; }
 
 Status launch_publish(const PublishArguments& arguments, const LaunchContext& context) {
   PublishArguments a = arguments;

@@ -18,6 +18,9 @@ struct TravellingRows {
   int64_t row_bytes = 0;
 };
 
+// The same on every rank of a group.
+bool few_rows(const RouteMaps& maps);
+
 // Values of each choice (weights of tokens, or their gradients) that travel beside the rows.
 struct TravellingValues {
   Area area;   // float32 [tokens, top_k]
@@ -25,7 +28,8 @@ struct TravellingValues {
 };
 
 // The largest exponent of this rank's token scales by the expert they go to, from kMinExponent up and one more; 0: none.
-// What needs to be known of an expert before its rows are read.
+// What needs to be known of an expert before its rows are read. With few rows it does not travel: the receiver looks at all token
+// scales of an expert.
 struct TravellingExponents {
   Area area;  // uint32 [num_experts]
 };
@@ -81,8 +85,10 @@ struct DeliverArguments {
   int64_t token_scale_offset;  // the same
   OperandScales operand;
   TravellingExponents exponents;
+  bool exponents_travel;
   // Of the launch
-  int32_t pieces;  // that a row is moved in
+  int32_t pieces, piece_chunks;  // that a row is moved in
+  int32_t band_parts;            // blocks that share a band's scales
   int64_t band_blocks, copy_blocks, blocks;
 };
 

@@ -6,6 +6,7 @@
 
 #include "core/row_layout.h"
 #include "transports/peer/prepare.h"
+#include "transports/peer/prepare_few.h"
 
 namespace nvte_ep {
 namespace {
@@ -27,6 +28,7 @@ PoolLayout::PoolLayout(const GroupSettings& s, int32_t size) {
   const int64_t row = row_layout(*find_format(NVTE_EP_FORMAT_BF16), s.hidden).row_bytes;  // the widest
   place(&indices, choices * 4);
   place(&histograms, prepare_chunks(tokens) * int64_t{s.num_experts} * 4);
+  place(&inbox, prepare_inbox_bytes(size, s.max_tokens_per_rank, s.max_top_k));
   place(&outbox, tokens * std::max(row * std::max(1, size / kRanksPerOutbox), (size - 1) * kSmallestPass));
   place(&weights.area, choices * 4);
   place(&weights.given, 4);

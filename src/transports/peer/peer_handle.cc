@@ -104,6 +104,7 @@ class PeerHandle : public HandleTransport {
     a.meeting = group_->meeting(signature_of(PeerCall::kPrepare, settings_.id));
     a.indices = pool.indices;
     a.histograms = pool.histograms;
+    a.inbox = pool.inbox;
     a.maps = maps_;
     a.topk_idx = call.topk_idx.data;
     a.is_int64 = call.topk_idx.dtype == DType::kInt64;
@@ -127,7 +128,10 @@ class PeerHandle : public HandleTransport {
     a.told = told_;
     a.report = report_.memory();
     a.reported = report_.reported();
-    NVTE_EP_TRY(group_->launch(stream, [&](const LaunchContext& c) { return launch_prepare(a, c); }));
+    NVTE_EP_TRY(group_->launch(stream, [&](const LaunchContext& c) {
+      NVTE_EP_TRY(launch_prepare(a, c));
+      return last_captured(stream, &after_prepare_);
+    }));
     slots_ = member_->settings.recv_capacity;
     if (eager) NVTE_EP_TRY(learn_slots(call, stream));
     prepared_ = true;
@@ -271,11 +275,21 @@ class PeerHandle : public HandleTransport {
     if (tokens_ == 0) return Status();
     RowsView packed = packed_rows(format, group_->pools().own + rows->outbox.offset, layout.row_bytes,
                                   tokens_, member_->settings.hidden);
-    packed.flip = group_->pools().epoch;
-    packed.flip_bytes = rows->outbox.distance();
+    if (maps_.size == 1) {  // nobody else looks, and there may be no meeting
+      rows->own = packed.payload;
+      rows->own_stride = layout.row_bytes;
+    } else {
+      packed.flip = group_->pools().epoch;
+      packed.flip_bytes = rows->outbox.distance();
+    }
     Backend* backend = member_->backend;
-    return call.is_apart ? backend->assemble(format, call.apart, packed, call.options, stream)
-                         : backend->quantize(format, call.tokens, packed, call.options, stream);
+    if (call.is_apart) return backend->assemble(format, call.apart, packed, call.options, stream);
+    // A graph in which nothing comes between prepare and this: tokens are there when prepare begins.
+    CodecOptions options = call.options;
+    CapturedNode now;
+    NVTE_EP_TRY(group_->launch(stream, [&](const LaunchContext&) { return last_captured(stream, &now); }));
+    options.reads_ahead = now.node != nullptr && now == after_prepare_ && few_rows(maps_);
+    return backend->quantize(format, call.tokens, packed, options, stream);
   }
 
   Status publish(const DispatchCall& call, int32_t format, const RowLayout& layout,
@@ -295,8 +309,9 @@ class PeerHandle : public HandleTransport {
     a.gives_weights = call.gives_weights || tokens_ == 0;
     a.exponents = group_->layout().exponents;
     // Whatever this rank wants of its slots, a peer may want an operand.
-    a.send_exponents =
-        format == NVTE_EP_FORMAT_NVFP4 && (call.receive == NVTE_EP_RECEIVE_OPERAND || maps_.size > 1);
+    a.send_exponents = format == NVTE_EP_FORMAT_NVFP4 && !few_rows(maps_) &&
+                       (call.receive == NVTE_EP_RECEIVE_OPERAND || maps_.size > 1);
+    if (maps_.size == 1 && !a.send_exponents) return Status();  // nobody to tell, nothing to wait for
     a.token_scale_offset = layout.token_scale_offset;
     a.ticket = group_->ticket();
     return group_->launch(stream, [&](const LaunchContext& c) { return launch_publish(a, c); });
@@ -326,6 +341,7 @@ class PeerHandle : public HandleTransport {
     a->out_stride = layout.payload_bytes;
     a->chunks = static_cast<int32_t>(layout.payload_bytes / 16);
     a->exponents = group_->layout().exponents;
+    a->exponents_travel = !few_rows(maps_);
     OperandScales& o = a->operand;
     o.scales = operand.scales;
     o.linear = operand.shape.linear_scales;
@@ -353,7 +369,7 @@ class PeerHandle : public HandleTransport {
     found.anywhere = found_rows_;
     DispatchCall receive = call;
     if (call.receive == NVTE_EP_RECEIVE_OPERAND && call.operand.columnwise()) {
-      if (format == NVTE_EP_FORMAT_NVFP4) {
+      if (format == NVTE_EP_FORMAT_NVFP4 && !few_rows(maps_)) {  // of few rows none travel: direct receive looks
         find_exponents(call, layout, &find.exponents);
         receive.options.expert_exponents = find.exponents.found;
       }
@@ -437,6 +453,7 @@ class PeerHandle : public HandleTransport {
   int64_t* counters_ = nullptr;  // DeviceCounters on the device
   int64_t* told_ = nullptr;      // those that the host knows
   DeviceReport report_;          // the host's view of them
+  CapturedNode after_prepare_;
   int64_t tokens_ = 0;
   int64_t slots_ = 0;
   bool agreed_ = false;

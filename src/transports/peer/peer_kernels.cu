@@ -4,6 +4,19 @@
 
 namespace nvte_ep {
 
+Status last_captured(nvte_ep_stream_t stream, CapturedNode* last) {
+  cudaStreamCaptureStatus status;
+  const cudaGraphNode_t* nodes = nullptr;
+  const cudaGraphEdgeData* edges = nullptr;
+  size_t count = 0;
+  *last = CapturedNode();
+  NVTE_EP_TRY(
+      cuda_status(cudaStreamGetCaptureInfo(stream, &status, &last->capture, nullptr, &nodes, &edges, &count),
+                  "cudaStreamGetCaptureInfo"));
+  if (status == cudaStreamCaptureStatusActive && count == 1) last->node = nodes[0];
+  return Status();
+}
+
 Status enable_peer_access(int32_t device, int32_t other) {
   if (device == other) return Status();
   int possible = 0;

@@ -42,6 +42,14 @@ inline uint32_t signature_of(PeerCall call, int64_t handle_id, DType dtype = DTy
 constexpr int64_t kFlagBytes = 4096;
 constexpr int32_t kMostRanks = kFlagBytes / 8 - 1;  // the flags and the epoch share the first page of a pool
 
+// The last node of a stream that is being captured.
+struct CapturedNode {
+  unsigned long long capture = 0;
+  const void* node = nullptr;  // null: it is not captured, or what comes next follows several nodes or none
+  bool operator==(const CapturedNode& other) const { return capture == other.capture && node == other.node; }
+};
+Status last_captured(nvte_ep_stream_t stream, CapturedNode* last);
+
 // Lets the current device load and store the memory of another; the same device is fine.
 Status enable_peer_access(int32_t device, int32_t other);
 

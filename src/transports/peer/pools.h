@@ -13,7 +13,7 @@
 // what was written: a rank comes to meeting e + 1 after its writes (release), and the peer goes on after it saw that (acquire).
 //
 // All ranks make the same calls in the same order, and every exchange has exactly one meeting, so epochs agree. Nobody waits
-// but meetings, which are one block each: ranks that share a GPU cannot starve each other.
+// but meetings, which are one block each, or a small cluster: ranks that share a GPU cannot starve each other.
 #ifndef NVTE_EP_TRANSPORTS_PEER_POOLS_H_
 #define NVTE_EP_TRANSPORTS_PEER_POOLS_H_
 
@@ -48,6 +48,12 @@ struct Pools {
   NVTE_EP_HD const T* to_read(const Area& area, int32_t peer, uint32_t now) const {
     return reinterpret_cast<const T*>((peer == rank ? own : base[peer]) + area.offset +
                                       copy_to_write(now - 1) * area.distance());
+  }
+  // An area that peers write instead, now: *epoch before the meeting.
+  template <typename T>
+  NVTE_EP_HD T* inbox_of(const Area& area, int32_t peer, uint32_t now) const {
+    return reinterpret_cast<T*>((peer == rank ? own : base[peer]) + area.offset +
+                                copy_to_write(now) * area.distance());
   }
 };
 

@@ -5,12 +5,14 @@
 //   scan     experts side by side: where each chunk's copies of an expert begin
 //   assign   a warp a chunk of every rank: each copy's slot; the slabs are laid out by every block for itself
 //
-// A few tokens are one block's work from beginning to end.
+// A few tokens are the work of one cluster of blocks: prepare_few.cu.
 #include "transports/peer/prepare.h"
 
 #include "device/kernel_order.cuh"
 #include "device/warp.cuh"
 #include "transports/peer/meeting.cuh"
+#include "transports/peer/prepare_few.h"
+#include "transports/peer/prepare_outputs.cuh"
 
 namespace nvte_ep {
 namespace {
@@ -21,7 +23,6 @@ constexpr int kChunkTokens = 32;
 constexpr int kWarpsPerBlock = 4;
 constexpr int kBlockThreads = kWarp * kWarpsPerBlock;
 constexpr int kScanThreads = 1024;
-constexpr int kLoneThreads = 1024;
 constexpr int kMarkWarps = 4;  // that share the slots of an expert
 constexpr int kLoads = 8;      // in flight together
 
@@ -34,12 +35,6 @@ __device__ __forceinline__ int chunk_choices(const RouteMaps& m, int chunk) {
 }
 
 // ---- clean and publish --------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ int64_t given_index(const PrepareArguments& a, int64_t token, int k) {
-  const int64_t at = token * a.stride + k;
-  return a.is_int64 ? static_cast<const int64_t*>(a.topk_idx)[at]
-                    : static_cast<const int32_t*>(a.topk_idx)[at];
-}
 
 // A warp's chunk: choices [32 * top_k] with -1 for what is illegal, mentioned before, or past the given tokens, and how many
 // choices of each expert there are.
@@ -170,6 +165,15 @@ struct Slabs {
       : offset(static_cast<int64_t*>(memory)),
         begin(reinterpret_cast<int32_t*>(offset + experts + 1)),
         kept(begin + experts) {}
+
+  // One thread an expert, when all offsets are known.
+  __device__ __forceinline__ void place(const RouteMaps& m, int expert, int32_t routed) const {
+    const int64_t first = offset[expert / m.local_experts() * m.local_experts()];
+    const int64_t from = min(offset[expert] - first, m.capacity);
+    const int64_t end = min(offset[expert + 1] - first, m.capacity);
+    begin[expert] = static_cast<int32_t>(from);
+    kept[expert] = static_cast<int32_t>(min(static_cast<int64_t>(routed), end - from));
+  }
 };
 
 // Exclusive prefix sum over the block; *total is the sum. Every thread calls.
@@ -201,19 +205,13 @@ __device__ void lay_out_slabs(const RouteMaps& m, const int32_t* totals, const S
     const int e = first + static_cast<int>(threadIdx.x);
     const int64_t routed = e < m.num_experts ? totals[e] : 0;
     int64_t sum;
-    const int64_t offset = before + block_prefix((routed + m.alignment - 1) & ~(m.alignment - 1), &sum);
+    const int64_t offset = before + block_prefix(padded_rows(m, routed), &sum);
     if (e < m.num_experts) s.offset[e] = offset;
     before += sum;
   }
   if (threadIdx.x == 0) s.offset[m.num_experts] = before;
   __syncthreads();
-  for (int e = static_cast<int>(threadIdx.x); e < m.num_experts; e += threads) {
-    const int64_t first = s.offset[e / local * local];
-    const int64_t begin = min(s.offset[e] - first, m.capacity);
-    const int64_t end = min(s.offset[e + 1] - first, m.capacity);
-    s.begin[e] = static_cast<int32_t>(begin);
-    s.kept[e] = static_cast<int32_t>(min(static_cast<int64_t>(totals[e]), end - begin));
-  }
+  for (int e = static_cast<int>(threadIdx.x); e < m.num_experts; e += threads) s.place(m, e, totals[e]);
   __syncthreads();
 }
 
@@ -221,73 +219,45 @@ __device__ __forceinline__ int64_t slab_end(const RouteMaps& m, const Slabs& s, 
   return min(s.offset[expert + 1] - s.offset[m.rank * m.local_experts()], m.capacity);
 }
 
-__device__ __forceinline__ void tell(int64_t* own, const IndexView& theirs, int i, int64_t value) {
-  own[i] = value;
-  if (theirs.data == nullptr) return;
-  if (theirs.is_int64) {
-    static_cast<int64_t*>(theirs.data)[i] = value;
-  } else {
-    static_cast<int32_t*>(theirs.data)[i] = static_cast<int32_t>(value);
-  }
-}
-
-// A warp: the counters of this call added to those of all, and what is new to the host, whose memory is far away.
-__device__ __forceinline__ void count_and_tell(const PrepareArguments& a, int64_t dropped, int64_t needed) {
-  const int i = lane_id();
-  if (i >= 4) return;
-  int64_t count = a.counters[i];
-  const int64_t told = a.told[i];
-  const int64_t dropped_before = __shfl_sync(0xF, count, 2);
-  if (i == 2) a.counters[2] = count += dropped;
-  if (i == 3 && dropped > 0) {
-    const int64_t reported = *static_cast<const volatile int64_t*>(a.reported);
-    a.counters[3] = count = largest_need(needed, count, dropped_before, reported);
-  }
-  volatile int64_t* report = a.report;
-  const bool is_new = count != told;
-  if (is_new) a.told[i] = count;
-  if (is_new && i == 3) {  // what is needed comes before what was dropped
-    report[3] = count;
-    __threadfence_system();
-  }
-  __syncwarp(0xF);
-  if (is_new && i < 3) report[i] = count;
-}
-
-// One block: the counts of this rank's experts to whoever reads them.
+// A warp: the counts of this rank's experts to whoever reads them.
 __device__ void tell_counts(const PrepareArguments& a, const int32_t* totals, const Slabs& s) {
   const RouteMaps& m = a.maps;
   const int local = m.local_experts();
-  int64_t scale_rows = 0, dropped = 0;
-  for (int first = 0; first < local; first += static_cast<int>(blockDim.x)) {
-    const int i = first + static_cast<int>(threadIdx.x);
-    const int e = m.rank * local + i;
+  const int first_expert = m.rank * local;
+  const int lane = lane_id();
+  int64_t scale_rows = 0;
+  int32_t dropped = 0;
+  for (int first = 0; first < local; first += kWarp) {
+    const int i = first + lane;
+    const int e = first_expert + i;
     const bool live = i < local;
     const int64_t rows = live ? slab_end(m, s, e) - s.begin[e] : 0;
-    const int64_t lost = live ? totals[e] - s.kept[e] : 0;
-    int64_t scale_sum, lost_sum;
-    const int64_t scale_offset = scale_rows + block_prefix((rows + 127) & ~int64_t{127}, &scale_sum);
-    block_prefix(lost, &lost_sum);
+    int64_t scale_end = (rows + 127) & ~int64_t{127};
+#pragma unroll
+    for (int d = 1; d < kWarp; d *= 2) {
+      const int64_t below = __shfl_up_sync(kAllLanes, scale_end, d);
+      if (lane >= d) scale_end += below;
+    }
+    scale_end += scale_rows;
     if (live) {
       tell(m.tokens_routed, a.tokens_routed, i, totals[e]);
       tell(m.tokens_per_expert, a.tokens_per_expert, i, s.kept[e]);
       tell(m.rows_per_expert, a.rows_per_expert, i, rows);
       tell(m.row_offsets, a.row_offsets, i, s.begin[e]);
-      tell(m.scale_row_offsets, a.scale_row_offsets, i, scale_offset);
+      tell(m.scale_row_offsets, a.scale_row_offsets, i + 1, scale_end);
+      dropped += totals[e] - s.kept[e];
     }
-    scale_rows += scale_sum;
-    dropped += lost_sum;
+    scale_rows = __shfl_sync(kAllLanes, scale_end, kWarp - 1);
   }
-  if (warp_id() != 0) return;
-  const int last = (m.rank + 1) * local;
-  const int64_t needed = s.offset[last] - s.offset[last - local];
-  count_and_tell(a, dropped, needed);
-  if (lane_id() != 0) return;
+  const int64_t lost = __reduce_add_sync(kAllLanes, dropped);
+  const int64_t needed = s.offset[first_expert + local] - s.offset[first_expert];
+  count_and_tell(a, Counted(a), 0, 0, lost, needed);
+  if (lane != 0) return;
   const int64_t total = min(needed, m.capacity);
   tell(m.row_offsets, a.row_offsets, local, total);
-  tell(m.scale_row_offsets, a.scale_row_offsets, local, scale_rows);
+  tell(m.scale_row_offsets, a.scale_row_offsets, 0, 0);
   tell(m.totals, a.total_rows, 0, total);
-  tell(m.totals + 1, a.dropped_rows, 0, dropped);
+  tell(m.totals + 1, a.dropped_rows, 0, lost);
 }
 
 // ---- assign -------------------------------------------------------------------------------------------------------
@@ -392,63 +362,7 @@ __global__ void __launch_bounds__(kBlockThreads) assign_slots(const PrepareArgum
   } else if (item - chunks < m.local_experts() * kMarkWarps) {
     mark_slab(a, slabs, (item - chunks) / kMarkWarps, (item - chunks) % kMarkWarps, kMarkWarps);
   }
-  if (blockIdx.x == gridDim.x - 1) tell_counts(a, a.totals, slabs);
-}
-
-// ---- all of it in one block -----------------------------------------------------------------------------------------
-
-// Shared memory: slabs | totals | a histogram of every chunk | the choices of this rank's chunks.
-int64_t lone_bytes(const RouteMaps& m) {
-  const int64_t chunks = chunks_of(m.tokens);
-  return Slabs::bytes(m.num_experts) +
-         4 * (m.num_experts * (1 + m.size * chunks) + chunks * kChunkTokens * static_cast<int64_t>(m.top_k));
-}
-
-__global__ void __launch_bounds__(kLoneThreads) prepare_few(const PrepareArguments a) {
-  extern __shared__ __align__(8) uint8_t shared_bytes[];
-  const RouteMaps& m = a.maps;
-  const int experts = m.num_experts;
-  const int own_chunks = chunks_of(m.tokens);
-  const int chunks = m.size * own_chunks;
-  const Slabs slabs(shared_bytes, experts);
-  int32_t* totals = reinterpret_cast<int32_t*>(shared_bytes + Slabs::bytes(experts));
-  int32_t* histograms = totals + experts;
-  int32_t* choices = histograms + chunks * experts;
-  const int warps = static_cast<int>(blockDim.x) / kWarp;
-  const int first_own = m.rank * own_chunks;
-  wait_for_kernel_before();
-  for (int c = warp_id(); c < own_chunks; c += warps) {
-    int32_t* histogram = histograms + (first_own + c) * experts;
-    clean_chunk(a, c, choices + c * kChunkTokens * m.top_k, histogram);
-    publish_chunk(a, *a.pools.epoch, c, choices + c * kChunkTokens * m.top_k, histogram);
-  }
-  meet(a.meeting);
-  const uint32_t now = *static_cast<volatile const uint32_t*>(a.pools.epoch);
-  for (int c = warp_id(); c < chunks; c += warps) {
-    if (c / own_chunks == m.rank) continue;
-    const int32_t* counts = histogram_of(a, now, c);
-    for (int e = lane_id(); e < experts; e += kWarp) histograms[c * experts + e] = counts[e];
-  }
-  __syncthreads();
-  for (int e = static_cast<int>(threadIdx.x); e < experts; e += static_cast<int>(blockDim.x)) {
-    int32_t running = 0;
-    for (int c = 0; c < chunks; ++c) {
-      const int32_t count = histograms[c * experts + e];
-      histograms[c * experts + e] = running;
-      running += count;
-    }
-    totals[e] = running;
-  }
-  __syncthreads();
-  lay_out_slabs(m, totals, slabs);
-  for (int c = warp_id(); c < chunks; c += warps) {
-    const int own = c - first_own;
-    const int32_t* indices =
-        own >= 0 && own < own_chunks ? choices + own * kChunkTokens * m.top_k : indices_of(a, now, c);
-    assign_chunk(a, slabs, c, indices, histograms + c * experts);
-  }
-  for (int i = warp_id(); i < m.local_experts(); i += warps) mark_slab(a, slabs, i, 0, 1);
-  tell_counts(a, totals, slabs);
+  if (blockIdx.x == gridDim.x - 1 && warp_id() == 0) tell_counts(a, a.totals, slabs);
 }
 
 // A block an expert.
@@ -493,14 +407,7 @@ Status check_prepare(const RouteMaps& m, const LaunchContext& context) {
 Status launch_prepare(const PrepareArguments& a, const LaunchContext& context) {
   const RouteMaps& m = a.maps;
   const int chunks = chunks_of(m.tokens);
-  if (m.size * chunks <= kLoneThreads / kWarp && lone_bytes(m) <= context.shared_bytes_per_block - 1024) {
-    LaunchShape lone;
-    // As few warps as there is work for: they wait for each other often.
-    lone.threads = kWarp * std::min(kLoneThreads / kWarp, std::max(8, m.size * chunks));
-    lone.overlaps = true;
-    lone.shared_bytes = static_cast<int>(lone_bytes(m));
-    return launch_kernel<prepare_few>("prepare", context, lone, a);
-  }
+  if (few_choices(m)) return launch_prepare_few(a, context);
   LaunchShape publish;
   const int publish_warps = warps_that_fit(0, publish_bytes_per_warp(m), context);
   publish.overlaps = true;

@@ -15,6 +15,7 @@ struct PrepareArguments {
   Meeting meeting;
   Area indices;     // int32 [tokens, top_k], clean
   Area histograms;  // int32 [chunks, num_experts]: how many choices of each expert a chunk of tokens holds
+  Area inbox;       // of few choices: those of every rank, numbered (prepare_few.h)
   RouteMaps maps;
 
   const void* topk_idx;  // [given_tokens, top_k]
