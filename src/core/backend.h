@@ -30,8 +30,13 @@ struct RowsView {
   // Rows that are written to one of two places: where *flip, in the backend's memory, is odd, flip_bytes further on.
   const uint32_t* flip = nullptr;
   int64_t flip_bytes = 0;
-  // Packed rows that lie anywhere [rows]; the pointers above are then those of any one row. For dequantize on a device.
+  // Packed rows that lie anywhere [rows]; the pointers above are then those of any one row. For dequantize and
+  // direct_receive on a device.
   const uint8_t* const* anywhere = nullptr;
+  // Rows in this range of addresses are being written by the kernel before, which lets the next one start; all the others,
+  // and the array itself, are there already. For direct_receive with columns.
+  const uint8_t* late_begin = nullptr;
+  const uint8_t* late_end = nullptr;
 
   // A part of row i. first: that part of the first row, one of the three pointers.
   NVTE_EP_HD const uint8_t* part(const uint8_t* first, int64_t stride, int64_t i) const {
@@ -80,9 +85,12 @@ struct CodecOptions {
   const int64_t* rng_state = nullptr;         // {seed, offset}
   const float* tensor_scale = nullptr;        // [1]
   const float* fixed_expert_scale = nullptr;  // [E]
-  IndexView row_count;                        // [1]; rows in use
-  int32_t num_sms = 0;                        // that kernels may take up; 0: all
-  int32_t* findings = nullptr;                // [1]
+  // [E, 2], for direct_receive on a device: the rowwise and the columnwise exponent of each expert, from kMinExponent up, 255
+  // illegal; published already. Null: they are found.
+  const uint8_t* expert_exponents = nullptr;
+  IndexView row_count;          // [1]; rows in use
+  int32_t num_sms = 0;          // that kernels may take up; 0: all
+  int32_t* findings = nullptr;  // [1]
 };
 
 // Decoding gradients of weighted slots: row s becomes decoded * weights[s], dots[s] = decoded . expert_out[s].

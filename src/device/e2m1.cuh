@@ -115,6 +115,53 @@ __device__ __forceinline__ uint32_t encode_bf16_e2m1x8(const uint32_t* x, float 
       round_products(hi(0), hi(1), scaled_multiplier), round_products(hi(2), hi(3), scaled_multiplier));
 }
 
+// BF16 numbers that are below 2^-96 and hold 2^-112 times what is encoded, 16 of them times one multiplier: by
+// FP16 arithmetic alone, which leaves the pipe of integer and logic instructions free.
+//
+// Shifted by 3 bits, the magnitude of such a BF16 number is an FP16 number y, 2^112 times as large. With the
+// product q = y * m below 7, half of (code as a number) is h(q) = q/4 + min(q, 4)/4 + min(q, 2)/2, rounded to
+// nearest even multiples of 1/2: the three slopes are the steps of E2M1, and its ties are those of the
+// integers. 2^-23 times 2h is one of FP16's subnormal numbers: the multiplication rounds it to the code, as an
+// integer. The minima are saturating multiplications.
+//
+// Why FP16 decides right: y has 8 significant bits and the block scale 4, so a product that is not a tie is at
+// least 2^-8 away from one, relatively; h is off by less. A tie must come out exactly, and the multiplier is
+// rounded. For two significands of the scale the roundings miss: 1.375 and 1.875; their multipliers differ in
+// the last places. (With 1.875 the FP32 product of the definition is above the ties at 1.25, 2.5 and 5, and
+// goes up.) tests/cuda goes through all cases.
+struct TinyMultiplier {
+  uint32_t halves;  // for min(q, 2) / 2 in the low half, for min(q, 4) / 4 in the high one
+  uint32_t third;   // for q / 4 in the low half; in the high one the largest BF16 number that is encoded
+};
+// multiplier: m; a quarter of it must be a normal FP16 number.
+__device__ __forceinline__ TinyMultiplier tiny_multiplier(float multiplier, uint32_t scale_code) {
+  constexpr uint32_t kLastPlace = 1;
+  const uint32_t half = __half_as_ushort(__float2half_rn(multiplier * 0.5f));
+  const uint32_t quarter = half - 0x400u;  // half of it
+  const uint32_t significand =
+      scale_code > 7u ? scale_code & 7u : 0u;  // less one, eighths; subnormals have no such
+  const uint32_t second = quarter + (significand == 3u ? kLastPlace : 0u);
+  const uint32_t third = quarter + (significand == 7u ? 2u * kLastPlace : 0u);
+  return TinyMultiplier{half | (second << 16), third};
+}
+// Two magnitudes times 2^112 / 2^112: BF16 to FP16.
+__device__ __forceinline__ uint32_t halves_of_tiny(uint32_t pair) { return (pair & 0x7FFF7FFFu) * 8u; }
+// Codes of two numbers, an integer in each half.
+__device__ __forceinline__ __half2 codes_of_tiny(uint32_t pair, const TinyMultiplier& m) {
+  const __half2 y = half2_of(halves_of_tiny(pair));
+  const __half2 halves = half2_of(m.halves), third = half2_of(m.third);
+  const __half2 below = __hadd2_rn(__hmul2_sat(y, __low2half2(halves)), __hmul2_sat(y, __high2half2(halves)));
+  return __hmul2_rn(__hfma2(y, __low2half2(third), below), half2_of(0x00020002u));  // times 2^-23
+}
+// Elements (0, 2), (4, 6), (1, 3), (5, 7) to nibbles.
+__device__ __forceinline__ uint32_t encode_tiny_e2m1x8(const uint32_t* x, const TinyMultiplier& m) {
+  const __half2 sixteen = half2_of(0x4C004C00u);
+  const uint32_t low = bits_of(__hfma2(codes_of_tiny(x[2], m), sixteen, codes_of_tiny(x[0], m)));
+  const uint32_t high = bits_of(__hfma2(codes_of_tiny(x[3], m), sixteen, codes_of_tiny(x[1], m)));
+  const uint32_t even = pick_bytes(x[0], x[1], 0x7531), odd = pick_bytes(x[2], x[3], 0x7531);
+  return pick_bytes(low, high, 0x6420) | ((even >> 4) & 0x08080808u) | (odd & 0x80808080u);
+}
+
 // Stochastic rounding; the products are below 7. The definition adds (r / 256) * step to a number and cuts
 // the sum down to a code: a code goes up where the number has at least 256 - r of 256 parts of the step.
 //
@@ -140,6 +187,21 @@ __device__ __forceinline__ uint32_t encode_halves_stochastic(const uint32_t* x, 
   };
   const auto odd = [&](int i) {
     return round_products_stochastic(Token::hi(x[2 * i]), Token::hi(x[2 * i + 1]), scaled_multiplier,
+                                     pick_bytes(random[i], 0u, 0x4341));
+  };
+  return nibbles_of_rounded(even(0), even(1), odd(0), odd(1));
+}
+
+// The same of elements (0, 2), (4, 6), (1, 3), (5, 7), as encode_tiny_e2m1x8 has them.
+template <typename Token>
+__device__ __forceinline__ uint32_t encode_pairs_stochastic(const uint32_t* x, float scaled_multiplier,
+                                                            const uint32_t* random) {
+  const auto even = [&](int i) {
+    return round_products_stochastic(Token::lo(x[i]), Token::hi(x[i]), scaled_multiplier,
+                                     random[i] & 0x00FF00FFu);
+  };
+  const auto odd = [&](int i) {
+    return round_products_stochastic(Token::lo(x[i + 2]), Token::hi(x[i + 2]), scaled_multiplier,
                                      pick_bytes(random[i], 0u, 0x4341));
   };
   return nibbles_of_rounded(even(0), even(1), odd(0), odd(1));

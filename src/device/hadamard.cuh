@@ -52,7 +52,9 @@ __device__ __forceinline__ Block16<Bf16Token> hadamard16_of_products(const float
 // is cut off, the sum is exact, and so is every sum of the definition's butterflies: the results are the same
 // bits. Callers see to that.
 
-// B of one lane: outputs 0 to 7 in tile 0, 8 to 15 in tile 1.
+// B of one lane: outputs 0 to 7 in tile 0, 8 to 15 in tile 1, each in the order 0, 2, 4, 6, 1, 3, 5, 7. Signs
+// times 2^kSignExponent.
+constexpr int kSignExponent = -99;
 struct HadamardSigns {
   uint32_t tile[2][2];
 
@@ -60,7 +62,7 @@ struct HadamardSigns {
     const int k = lane_id() % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint32_t output = static_cast<uint32_t>(lane_id() / 4 + 8 * i);
+      const uint32_t output = static_cast<uint32_t>(lane_id() / 4 % 4 * 2 + lane_id() / 16 + 8 * i);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const uint32_t token = static_cast<uint32_t>(k + 8 * j);
@@ -73,7 +75,7 @@ struct HadamardSigns {
   static __device__ __forceinline__ uint32_t one(uint32_t token, uint32_t output) {
     const uint32_t negative =
         ((kHadamardSigns >> token) ^ static_cast<uint32_t>(__popc(token & output))) & 1u;
-    return 0x3F80u | (negative << 15);
+    return static_cast<uint32_t>(kSignExponent + 127) << 7 | (negative << 15);
   }
 };
 

@@ -16,6 +16,13 @@ inline int alignment_of(const void* base, Strides... strides) {
   return static_cast<int>(bits & (~bits + 1));
 }
 
+// A pointer of which the compiler cannot see where it points: to global memory.
+template <typename T>
+__device__ __forceinline__ T* in_global(T* p) {
+  __builtin_assume(__isGlobal(p));
+  return p;
+}
+
 // bytes of 16 (0 to 16, a multiple of alignment or of 1 byte) between memory of which alignment is known; the
 // rest is zero.
 __device__ __forceinline__ uint4 load16(const void* from, int alignment, int bytes = 16) {
@@ -94,8 +101,25 @@ __device__ __forceinline__ uint32_t load2(const void* from, int alignment) {
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
+// By its address in shared memory: a pointer to it is made anew wherever it is used.
+__device__ __forceinline__ uint4 load_shared16(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+}
 __device__ __forceinline__ void copy_async16(uint32_t shared_to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_to), "l"(from) : "memory");
+}
+// Without a branch.
+__device__ __forceinline__ void copy_async16_if(bool wanted, uint32_t shared_to, const void* from) {
+  asm volatile(
+      "{\n\t.reg .pred wanted;\n\tsetp.ne.b32 wanted, %2, 0;\n\t"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n\t}" ::"r"(shared_to),
+      "l"(from), "r"(static_cast<int>(wanted))
+      : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kGroupsLeft>

@@ -29,20 +29,24 @@ class RowRescale {
   }
 
   __device__ __forceinline__ uint32_t operator()(uint32_t codes, bool* misfit) const {
-    if (set_ < 0) return scale_up(codes, misfit);
+    if (set_ < 0) {
+      const uint32_t scaled = scale_up(codes, set_);
+      *misfit |= (scaled & 0x80808080u) != 0;
+      return scaled & 0x7F7F7F7Fu;
+    }
     return e4m3x4_scale_down(codes, factor_) | static_cast<uint32_t>(set_);
   }
 
  private:
-  // The row lies above a fixed expert scale.
-  __device__ __forceinline__ uint32_t scale_up(uint32_t codes, bool* misfit) const {
+  // The row lies above a fixed expert scale. The top bit of a code: it does not fit.
+  static __device__ __noinline__ uint32_t scale_up(uint32_t codes, int32_t shift) {
     uint32_t out = 0;
 #pragma unroll 1
     for (int i = 0; i < 4; ++i, codes >>= 8) {
       const uint8_t magnitude = codes & 0x7Fu;
-      const uint8_t code = e4m3_scale_exponent(magnitude, set_);
-      *misfit |= e4m3_scale_exponent(code, -set_) != magnitude;
-      out = (out >> 8) | (static_cast<uint32_t>(code) << 24);
+      const uint8_t code = e4m3_scale_exponent(magnitude, shift);
+      const uint32_t misfit = e4m3_scale_exponent(code, -shift) != magnitude ? 0x80u : 0u;
+      out = (out >> 8) | ((code | misfit) << 24);
     }
     return out;
   }

@@ -78,8 +78,46 @@ __device__ __forceinline__ Slab find_slab(const SlabCounts& counts, int32_t* fin
   return found;
 }
 
+// The same of a tile by a warp alone, for less than 2^31 rows.
+__device__ __forceinline__ Slab find_slab_of_tile_alone(const SlabCounts& counts, int64_t tile) {
+  const uint32_t available = static_cast<uint32_t>(counts.available);
+  uint32_t rows_before = 0, tiles_before = 0;
+  for (int64_t base = 0; base < counts.num_experts; base += kWarp) {
+    const int64_t e = base + lane_id();
+    uint32_t end = e < counts.num_experts ? static_cast<uint32_t>(asked_rows(counts, e)) : 0u;
+#pragma unroll
+    for (int d = 1; d < kWarp; d *= 2) {
+      const uint32_t below = __shfl_up_sync(kAllLanes, end, d);
+      if (lane_id() >= d) end = min(end + below, available);
+    }
+    end = min(end + rows_before, available);
+    uint32_t begin = __shfl_up_sync(kAllLanes, end, 1);
+    if (lane_id() == 0) begin = rows_before;
+    const uint32_t tiles = (end - begin + static_cast<uint32_t>(kScaleTileRows - 1)) / kScaleTileRows;
+    uint32_t end_tile = tiles;
+#pragma unroll
+    for (int d = 1; d < kWarp; d *= 2) {
+      const uint32_t below = __shfl_up_sync(kAllLanes, end_tile, d);
+      if (lane_id() >= d) end_tile += below;
+    }
+    end_tile += tiles_before;
+    const unsigned past = __ballot_sync(kAllLanes, tile < end_tile);
+    if (past != 0) {
+      const int at = __ffs(static_cast<int>(past)) - 1;
+      return Slab{static_cast<int32_t>(base) + at, __shfl_sync(kAllLanes, begin, at),
+                  __shfl_sync(kAllLanes, end - begin, at), __shfl_sync(kAllLanes, end_tile - tiles, at)};
+    }
+    rows_before = __shfl_sync(kAllLanes, end, kWarp - 1);
+    tiles_before = __shfl_sync(kAllLanes, end_tile, kWarp - 1);
+  }
+  return Slab{-1, 0, 0, 0};
+}
+
 template <int kThreads>
 __device__ __forceinline__ Slab find_slab_of_tile(const SlabCounts& counts, int32_t* findings, int64_t tile) {
+  if (counts.rows_per_expert.data != nullptr && findings == nullptr && counts.available <= INT32_MAX) {
+    return find_slab_of_tile_alone(counts, tile);
+  }
   return find_slab<kThreads>(
       counts, findings, [tile](int32_t, int64_t first, int64_t end) { return tile >= first && tile < end; });
 }

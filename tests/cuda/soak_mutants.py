@@ -27,7 +27,7 @@ class Mutant:
     edits: tuple[tuple[str, str], ...]
 
 
-WAIT = "is_missing(load_acquire(arrival), epoch); ++spin"
+WAIT = "is_missing(meeting_of(flag = load_acquire(arrival)), epoch); ++spin"
 MUTANTS = (
     Mutant(
         "nobody_waits", "transports/peer/meeting.cuh", ((WAIT, WAIT.replace("epoch", "epoch - (1u << 30)")),)

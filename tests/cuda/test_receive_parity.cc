@@ -248,6 +248,87 @@ TEST_F(ReceiveParity, EveryRescaling) {
   }
 }
 
+// Rows that lie in any order, some of them "late", with exponents that are found or known: the bytes of rows in a row.
+TEST_F(ReceiveParity, RowsAnywhere) {
+  Rng rng(19);
+  for (const int32_t format : {NVTE_EP_FORMAT_NVFP4, NVTE_EP_FORMAT_MXFP8}) {
+    for (const bool columnwise : {false, true}) {
+      for (const bool late : {false, true}) {
+        for (const bool known : {false, true}) {
+          if ((late && !columnwise) || (known && format != NVTE_EP_FORMAT_NVFP4)) continue;
+          SCOPED_TRACE(text("format ", format, columnwise ? " columnwise" : "", late ? " late" : "",
+                            known ? " known exponents" : ""));
+          OperandShape shape;
+          shape.format = format;
+          shape.hidden = 1056;
+          shape.alignment = 32;
+          shape.num_experts = 5;
+          shape.capacity = 1024;
+          auto rows = make_rows(format, shape.capacity, shape.hidden, Data::kGaussian, true, &rng);
+          auto counts = make_counts(random_counts(shape.num_experts, shape.capacity, 32, &rng), true);
+          // Row i at place (i * 37) % 1024.
+          Mirror scattered(rows->payload->bytes());
+          std::vector<const uint8_t*> found;
+          for (int64_t i = 0; i < shape.capacity; ++i) {
+            const int64_t place = i * 37 % shape.capacity * rows->payload_stride;
+            std::memcpy(scattered.host() + place, rows->payload->host() + i * rows->payload_stride,
+                        static_cast<size_t>(rows->payload_stride));
+            found.push_back(scattered.device() + place);
+          }
+          scattered.upload();
+          auto anywhere = Mirror::of(found);
+
+          Operand operand(shape, columnwise);
+          Options options;
+          options.with_findings();
+          OperandView view = operand.on(false);
+          const IndexView index{counts->host(), true};
+          ASSERT_TRUE(
+              host_->direct_receive(format, rows->on(false), index, view, options.on(false), nullptr).ok());
+          std::unique_ptr<Mirror> exponents;
+          CodecOptions codec = options.on(true);
+          if (known) {
+            std::vector<uint8_t> bytes;
+            for (int32_t e = 0; e < shape.num_experts; ++e) {
+              for (const float scale :
+                   {view.expert_scale[e], columnwise ? view.columnwise_expert_scale[e] : 0}) {
+                int k = Nvfp4::kMinExponent;
+                Nvfp4::classify(scale, &k);
+                bytes.push_back(static_cast<uint8_t>(k - Nvfp4::kMinExponent));
+              }
+            }
+            exponents = Mirror::of(bytes);
+            codec.expert_exponents = exponents->device();
+            // Published already.
+            const OperandView there = operand.on(true);
+            const auto publish = [&](float* to, const float* from) {
+              if (to != nullptr)
+                check_cuda(cudaMemcpy(to, from, shape.num_experts * 4, cudaMemcpyHostToDevice));
+            };
+            publish(there.amax, view.amax);
+            publish(there.expert_scale, view.expert_scale);
+            publish(there.columnwise_amax, view.columnwise_amax);
+            publish(there.columnwise_expert_scale, view.columnwise_expert_scale);
+          }
+          RowsView where = rows->on(true);
+          where.anywhere = reinterpret_cast<const uint8_t* const*>(anywhere->device());
+          if (late) {
+            where.late_begin = scattered.device() + scattered.bytes() / 2;
+            where.late_end = scattered.device() + scattered.bytes() / 2 + 40 * rows->payload_stride;
+          }
+          const Status status = cuda_->direct_receive(format, where, IndexView{counts->device(), true},
+                                                      operand.on(true), codec, nullptr);
+          ASSERT_TRUE(status.ok()) << status.message();
+          ASSERT_CUDA(cudaDeviceSynchronize());
+          EXPECT_TRUE(operand.equal());
+          EXPECT_TRUE(options.findings->equal("findings"));
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
 // Calls that overlap on several streams do not meet: they have no memory in common.
 TEST_F(ReceiveParity, StreamsOverlap) {
   Rng rng(16);

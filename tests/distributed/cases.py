@@ -291,6 +291,7 @@ CASES = [
     Case("nothing_to_send_at_all_eager", tokens=0, capacity=EAGER, **_MXFP8),
     *(Case(f"odd_{tokens}", tokens=tokens, hidden=32, **_NVFP4) for tokens in (1, 2, 3, 31, 33, 63, 65, 127)),
     Case("many_tokens_of_one_rank", ranks=1, tokens=65536, top_k=1, hidden=16, routing="skewed", **_NVFP4),
+    Case("many_tokens_mxfp8", tokens=(1500, 701), hidden=96, experts=16, top_k=4, **_MXFP8),
     Case("odd_8191", tokens=(8191, 4095), hidden=16, dispatch="nvfp4", alignment=128),
     # What is received
     Case("one_receives_nothing", tokens=64, routing="rank_0_only", **_NVFP4),

@@ -176,3 +176,40 @@ def sums_in_one_order(rank: Rank) -> tuple[Any, Any]:
 def test_columns_in_passes() -> None:
     for result, expected in run_threads(8, sums_in_one_order):
         assert torch.equal(result, expected)
+
+
+def another_call(rank: Rank, how: str) -> tuple[str, int, str]:
+    """Rank 1 breaks the rule that every rank makes the same calls; what the group says of it then."""
+    layer = Layer(rank)
+    with layer.group:
+        other = layer.group.handle(top_k=TOP_K, alignment=16)
+        other.prepare(layer.topk, stream=layer.stream, out=nvte_ep.Routing(total_rows=layer.total))
+        slots, result = layer.slots.float(), layer.result.float()
+        layer.stream.synchronize()
+        torch.cuda.current_stream().synchronize()
+        rank.barrier()
+        if rank.index == 1 and how == "type":
+            layer.handle.combine(slots, out=result, stream=layer.stream)
+        elif rank.index == 1 and how == "call":
+            layer.dispatch(layer.weights, wanted=False)
+        elif rank.index == 1 and how == "handle":
+            other.combine(layer.slots, out=layer.result, stream=layer.stream)
+        else:
+            layer.handle.combine(layer.slots, out=layer.result, stream=layer.stream)
+        layer.stream.synchronize()
+        error = layer.group.poll_error()
+        assert error is not None
+        with pytest.raises(nvte_ep.NvteEpError) as raised:
+            layer.handle.combine(layer.slots, out=layer.result, stream=layer.stream)
+        assert raised.value.status == error.status
+        return error.status.name, error.rank, str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["type", "call", "handle"])
+def test_a_rank_that_makes_another_call_is_named_by_all(how: str) -> None:
+    got = run_threads(3, another_call, how)
+    assert [status for status, _, _ in got] == ["INVALID_ARGUMENT"] * 3
+    assert got[0][1] == got[2][1] == 1
+    assert got[1][1] in (0, 2)
+    for _, named, said in got:
+        assert f"rank {named} made another one than this rank" in said

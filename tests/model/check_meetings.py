@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 MODEL = Path(__file__).with_name("meetings.pml")
-HOLD = ("", "RANKS=2 EXCHANGES=6", "DEATH")
+HOLD = ("", "RANKS=2 EXCHANGES=6", "DEATH", "OTHER_CALL")
 REFUSED = (
     "COPIES=1",
     "WAIT_ONE_BEFORE",
@@ -25,6 +25,7 @@ REFUSED = (
     "ARRIVE_BEFORE_READING",
     "NO_RELEASE",
     "DEATH NAME_ANY",
+    "COMPARE_LATER",
 )
 
 

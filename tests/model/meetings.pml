@@ -9,6 +9,8 @@
  *   NAME_ANY                who gives up names any rank that is missing, be it one that waits itself (with DEATH)
  *
  * DEATH: the last rank may stop for ever at any point; the others must end, and name it.
+ * OTHER_CALL: the last rank comes to the second meeting for something else than the others; all must find it there.
+ *   COMPARE_LATER         the flag of a later meeting is compared as well: who is a meeting ahead is taken for the culprit
  *
  * Memory is weaker than the steps of the model: what an owner has written may be seen by a peer at once, later, or not before
  * the owner's release. `newest` is what the owner wrote, `seen` what a peer is sure to see.
@@ -38,7 +40,21 @@
 byte newest[RANKS * COPIES];        /* [owner, copy] */
 byte seen[RANKS * RANKS * COPIES];  /* [peer, owner, copy] */
 byte arrivals[RANKS * RANKS];       /* [at, of]: meetings that a rank has come to, as another one sees it; none at itself */
+byte calls[RANKS * RANKS];          /* the same: what it came for */
+bool differ[RANKS];                 /* that a rank has found that another one came for something else */
 byte ended[RANKS];                  /* rank + 1 of the one that ended the group, as a rank is told */
+
+/* What a rank comes to a meeting for. */
+#ifdef OTHER_CALL
+#define CALL(rank, meeting) (meeting == 2 && rank == VICTIM -> 99 : meeting)
+#else
+#define CALL(rank, meeting) (meeting)
+#endif
+#ifdef COMPARE_LATER
+#define COMPARED(flag, meeting) (flag >= meeting)
+#else
+#define COMPARED(flag, meeting) (flag == meeting)
+#endif
 
 #define WRITE(copy, value) newest[me * COPIES + (copy)] = value
 
@@ -56,7 +72,10 @@ inline arrive(meeting) {
        :: else -> break
        od;
 #endif
-       if :: p != me -> arrivals[p * RANKS + me] = meeting :: else fi;
+       if
+       :: p != me -> arrivals[p * RANKS + me] = meeting; calls[p * RANKS + me] = CALL(me, (meeting))
+       :: else
+       fi;
        p++
      }
   :: else -> break
@@ -93,7 +112,17 @@ inline wait_for_all(meeting) {
   do
   :: p < RANKS ->
      if
-     :: p == me || PASSED(arrivals[me * RANKS + p], meeting) -> p++
+     :: p == me -> p++
+     :: p != me && PASSED(arrivals[me * RANKS + p], meeting) ->
+        d_step {
+          if
+          :: COMPARED(arrivals[me * RANKS + p], meeting) && calls[me * RANKS + p] != CALL(me, (meeting)) ->
+             differ[me] = true
+          :: else
+          fi;
+          p++
+        }
+        if :: differ[me] -> goto over :: else fi
 #ifdef DEATH
      :: ended[me] != 0 -> goto over
      :: timeout -> /* nothing moves any more: the clock runs out, for any of those that wait */
@@ -160,7 +189,15 @@ proctype Rank(byte me) {
      e++
   :: else -> break
   od;
+#ifdef OTHER_CALL
+  assert(false); /* nobody gets through */
+#endif
 over:
+#ifdef OTHER_CALL
+  assert(e == 1);
+#else
+  assert(!differ[me]);
+#endif
 #ifdef DEATH
   assert(ended[me] == 0 || ended[me] == VICTIM + 1);
 #endif

@@ -145,7 +145,9 @@ __device__ __forceinline__ void copy_payload(const ReceiveArguments& a, int64_t 
       const int64_t at = i + d * kThreads;
       if (at < end) {
         const int row = static_cast<int>(static_cast<uint32_t>(at) / static_cast<uint32_t>(chunks));
-        v[d] = *reinterpret_cast<const uint4*>(from + at * 16 + row * pad);
+        const uint8_t* chunk = a.anywhere == nullptr ? from + at * 16 + row * pad
+                                                     : a.anywhere[first_row + row] + (at - row * chunks) * 16;
+        v[d] = *reinterpret_cast<const uint4*>(chunk);
       }
     }
 #pragma unroll
@@ -168,53 +170,30 @@ __device__ __forceinline__ void make_scales(const ReceiveArguments& a, int64_t t
   const int64_t first_row = slab.first_row + band * kScaleTileRows;
   if constexpr (kNvfp4) {
     if (static_cast<int>(threadIdx.x) < rows) {
+      const uint8_t* known = a.options.expert_exponents;
       rescale[threadIdx.x] =
-          RowRescale(a.token_scale(first_row + threadIdx.x), *a.group_exponent(slab, band, 0));
+          RowRescale(a.token_scale(first_row + threadIdx.x),
+                     known != nullptr ? known[2 * slab.expert] : *a.group_exponent(slab, band, 0));
     }
     __syncthreads();  // the exponent is read, before its place is written
   }
   bool misfit = false;
+  uint8_t* band_scales = a.linear ? a.linear_scale(slab, band * kScaleTileRows, 0) : a.band_tiles(slab, band);
   const int64_t pieces = (a.columns + kPatchColumns - 1) / kPatchColumns;
   for (int64_t i = warp_id(); i < pieces * kPatchesPerTile; i += kThreads / kWarp) {
     const int patch = static_cast<int>(i % kPatchesPerTile);
     const int64_t column = patch_column(i / kPatchesPerTile * kPatchColumns);
     if (column >= a.columns) continue;
-    const int bytes = static_cast<int>(a.columns - column < 16 ? a.columns - column : 16);
-    const uint8_t* from =
-        a.rows + (first_row + patch_row(patch)) * a.row_stride + a.layout.payload_bytes + column;
-    PatchScales scales;
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      scales.row[q] = make_uint4(0, 0, 0, 0);
-      // A row's last 16 bytes may run past its scales, but not past the row.
-      if (32 * q + patch_row(patch) < rows) {
-        scales.row[q] = *reinterpret_cast<const uint4*>(from + 32 * q * a.row_stride);
-      }
-    }
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      const int row = 32 * q + patch_row(patch);
-      if (row >= rows) continue;
-      uint4 v = scales.row[q];
-      if constexpr (kNvfp4) {
-        const RowRescale& r = rescale[row];
-        if (bytes < 16) v = first_bytes(v, bytes);
-        v = make_uint4(r(v.x, &misfit), r(v.y, &misfit), r(v.z, &misfit), r(v.w, &misfit));
-      }
-      if (bytes < 16) v = first_bytes(v, bytes);
-      scales.row[q] = v;
-      if (a.linear) {
-        store16(a.linear_scale(slab, band * kScaleTileRows + row, column), v, a.columns % 16 == 0 ? 16 : 1,
-                bytes);
-      }
-    }
-    if (!a.linear) store_patch(a.band_tiles(slab, band), a.columns, patch, column, scales);
+    move_patch<Format>(
+        a, patch, column, rows, band_scales, [&](int row) { return a.row(first_row + row); }, rescale,
+        &misfit);
   }
   if (misfit) report(a.options.findings, NVTE_EP_FINDING_EXPERT_SCALE);
 }
 
 template <typename Format>
 __global__ void __launch_bounds__(kThreads, 3) receive_rows(const ReceiveArguments a) {
+  if (a.anywhere != nullptr) wait_for_kernel_before();  // the pointers are there
   for (int64_t work = blockIdx.x; work < a.blocks; work += gridDim.x) {
     const int64_t band = work / (kCopyBlocks + 1);
     const int member = static_cast<int>(work % (kCopyBlocks + 1));
@@ -226,6 +205,23 @@ __global__ void __launch_bounds__(kThreads, 3) receive_rows(const ReceiveArgumen
     }
     __syncthreads();
   }
+}
+
+// Into how many groups the columns of a band are best divided for the tile kernels: thread blocks come in whole rounds, and each
+// has to find its band, which takes about half as long as 256 columns.
+int64_t stages_of_group(int64_t tiles, int64_t stages, int32_t format, const LaunchContext& context) {
+  const int64_t sms = context.max_sms > 0 ? std::min(context.max_sms, context.sms) : context.sms;
+  const int64_t at_once = sms * (format == NVTE_EP_FORMAT_NVFP4 ? 3 : 2);
+  int64_t best = 1, least = INT64_MAX;
+  for (int64_t n = 1; n <= stages; ++n) {
+    const int64_t rounds = (tiles * ((stages + n - 1) / n) + at_once - 1) / at_once;
+    const int64_t halves = rounds * (2 * n + 1);
+    if (halves < least) {
+      least = halves;
+      best = n;
+    }
+  }
+  return best;
 }
 
 }  // namespace
@@ -240,6 +236,9 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
   ReceiveArguments a{};
   a.rows = rows.payload;
   a.row_stride = rows.payload_stride;
+  a.anywhere = rows.anywhere;
+  a.late_begin = rows.late_begin;
+  a.late_end = rows.late_end;
   a.layout = shape.row();
   a.hidden = shape.hidden;
   a.columns = shape.hidden / shape.traits().block;
@@ -257,24 +256,21 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
   a.counts = SlabCounts{rows_per_expert, shape.num_experts, available, shape.alignment};
   a.options = options;
   const int64_t tiles = std::max<int64_t>(1, max_tiles(available, shape.alignment, shape.num_experts));
-  // Enough column groups that thread blocks come in many rounds, no more: each has to find its slab.
-  constexpr int64_t kRounds = 32;  // times the multiprocessors
-  const int64_t groups =
-      !a.tiles ? 1
-               : std::max<int64_t>(1, std::min<int64_t>((shape.hidden + kTileColumns - 1) / kTileColumns,
-                                                        kRounds * context.sms / tiles));
-  a.group_columns = round_up((shape.hidden + groups - 1) / groups, kTileColumns);
-  a.column_groups = static_cast<int>((shape.hidden + a.group_columns - 1) / a.group_columns);
+  const int64_t stages = (shape.hidden + kTileColumns - 1) / kTileColumns;
+  const int64_t group_stages = a.tiles ? stages_of_group(tiles, stages, format, context) : stages;
+  a.group_columns = group_stages * kTileColumns;
+  a.column_groups = static_cast<int>((stages + group_stages - 1) / group_stages);
 
-  if (format == NVTE_EP_FORMAT_NVFP4) {
+  if (format == NVTE_EP_FORMAT_NVFP4 && options.expert_exponents == nullptr) {
     LaunchShape first;
     first.cluster = available >= kClusterRows ? kMaxCluster : 1;
     first.blocks = static_cast<int64_t>(shape.num_experts) * first.cluster;
     first.threads = kThreads;
     NVTE_EP_TRY(launch_kernel<find_exponents>("find_exponents", context, first, a));
+    a.late_begin = a.late_end = nullptr;  // it has waited for all rows
   }
   if (a.tiles) {
-    a.blocks = tiles * a.column_groups;
+    a.blocks = tiles * a.column_groups * (a.late_begin != nullptr ? 2 : 1);
     if (a.blocks > INT32_MAX)
       return unsupported("operand: expected less than 2^38 rows for a columnwise part");
     return format == NVTE_EP_FORMAT_NVFP4 ? launch_receive_columns_nvfp4(a, context)

@@ -10,6 +10,7 @@
 #include "backends/cuda/row_threads.h"
 #include "device/codec_options.cuh"
 #include "device/memory.cuh"
+#include "device/mxfp8_scale.cuh"
 #include "device/nvfp4_block.cuh"
 #include "device/tokens.cuh"
 #include "device/warp.cuh"
@@ -257,17 +258,6 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_nvfp4_wide_rows(const Qu
 }
 
 // ---- MXFP8 ------------------------------------------------------------------------------------------------
-
-// Mxfp8::scale of a magnitude (NaN: of all 32), and what elements are multiplied by under it: any finite number
-// where there is nothing but NaN, whose code does not depend on it.
-__device__ __forceinline__ uint32_t fast_mxfp8_scale(float amax) {
-  const uint32_t s = float_bits(mul_rn(fabsf(amax), 1.0f / 448.0f));
-  const uint32_t up = min((s + 0x7FFFFFu) >> 23, 0xFEu);
-  return s > 0x7F800000u ? 0xFFu : (s <= 0x400000u ? 0u : up);
-}
-__device__ __forceinline__ float fast_e8m0_inverse(uint32_t code) {
-  return bits_float(static_cast<uint32_t>(max(0x7F000000 - static_cast<int>(code << 23), 0x00400000)));
-}
 
 // Two lanes share a block of 32 elements; all lanes of a warp call it.
 template <typename Token>

@@ -9,6 +9,8 @@
 #ifndef NVTE_EP_BACKENDS_CUDA_RECEIVE_ARGUMENTS_CUH_
 #define NVTE_EP_BACKENDS_CUDA_RECEIVE_ARGUMENTS_CUH_
 
+#include <type_traits>
+
 #include "backends/cuda/launch.h"
 #include "device/row_rescale.cuh"
 #include "device/scale_tiles.cuh"
@@ -24,6 +26,9 @@ using device::RowRescale;
 struct ReceiveArguments {
   const uint8_t* rows;  // packed
   int64_t row_stride;
+  const uint8_t* const* anywhere;  // null: they follow each other
+  const uint8_t* late_begin;       // as RowsView has them
+  const uint8_t* late_end;
   RowLayout layout;
   int64_t hidden;
   int64_t columns;  // scales of a row
@@ -43,8 +48,11 @@ struct ReceiveArguments {
   int column_groups;
   int64_t group_columns;  // that a block of the tile kernels works through, a multiple of kTileColumns
 
-  __device__ __forceinline__ float token_scale(int64_t row) const {
-    return *reinterpret_cast<const float*>(rows + row * row_stride + layout.token_scale_offset);
+  __device__ __forceinline__ const uint8_t* row(int64_t i) const {
+    return anywhere == nullptr ? rows + i * row_stride : anywhere[i];
+  }
+  __device__ __forceinline__ float token_scale(int64_t i) const {
+    return *reinterpret_cast<const float*>(row(i) + layout.token_scale_offset);
   }
   // Tiles of scales of a slab's band of 128 rows.
   __device__ __forceinline__ uint8_t* band_tiles(const device::Slab& slab, int64_t band) const {
@@ -91,6 +99,41 @@ struct ReceiveArguments {
                   : column_tile<Nvfp4::kBlock>(slab, h / kScaleTileRows, block / 4);
   }
 };
+
+// A lane's part of a patch of rowwise scales (scale_tiles.cuh) from packed rows to their place: requantised (NVFP4), and put into
+// tiles or, linear, one after the other. band: of 128 rows, the first of its tiles or of its scales; rows: in use; row_at: where a
+// row is.
+template <typename Format, typename RowAt>
+__device__ __forceinline__ void move_patch(const ReceiveArguments& a, int patch, int64_t column, int rows,
+                                           uint8_t* band, const RowAt& row_at, const RowRescale* rescale,
+                                           bool* misfit) {
+  const int bytes = static_cast<int>(a.columns - column < 16 ? a.columns - column : 16);
+  device::PatchScales scales;
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    const int row = 32 * q + device::patch_row(patch);
+    scales.row[q] = make_uint4(0, 0, 0, 0);
+    // A row's last 16 bytes may run past its scales, but not past the row.
+    if (row < rows) {
+      scales.row[q] = *reinterpret_cast<const uint4*>(row_at(row) + a.layout.payload_bytes + column);
+    }
+  }
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    const int row = 32 * q + device::patch_row(patch);
+    if (row >= rows) continue;
+    uint4 v = scales.row[q];
+    if constexpr (std::is_same_v<Format, Nvfp4>) {
+      const RowRescale& r = rescale[row];
+      if (bytes < 16) v = device::first_bytes(v, bytes);
+      v = make_uint4(r(v.x, misfit), r(v.y, misfit), r(v.z, misfit), r(v.w, misfit));
+    }
+    if (bytes < 16) v = device::first_bytes(v, bytes);
+    scales.row[q] = v;
+    if (a.linear) device::store16(band + row * a.columns + column, v, a.columns % 16 == 0 ? 16 : 1, bytes);
+  }
+  if (!a.linear) device::store_patch(band, a.columns, patch, column, scales);
+}
 
 }  // namespace nvte_ep
 

@@ -15,13 +15,11 @@ struct CombineArguments {
   Pools pools;
   RouteMaps maps;
   bool mxfp8;   // partial rows are rounded to MXFP8
-  Area outbox;  // partial rows [size - 1 (the other ranks), tokens] of this pass's columns
+  Area outbox;  // partial rows [size - 1 (the other ranks), tokens] of a pass's columns
   const uint8_t* slots;
   int64_t slot_stride;        // bytes
   const float* slot_weights;  // [slots]; null: 1
-  // The columns of this pass, in chunks of 16 bytes of the tokens' type
-  int32_t first_chunk, chunks;
-  // A value a choice, with the first pass
+  // A value a choice, with the first columns
   bool send_values;
   const float* slot_values;  // [slots]; null: this rank gives none
   TravellingValues values;   // float32 [size - 1, tokens, top_k]
@@ -34,16 +32,23 @@ struct CombineArguments {
   int64_t own_value_stride;
   int64_t* counters;
   int64_t* report;
+  Meeting meeting;
+  uint32_t* ticket;
+};
+
+// Columns of the tokens, in chunks of 16 bytes of their type; no chunks: none.
+struct Columns {
+  int32_t first_chunk = 0;
+  int32_t chunks = 0;
 };
 
 // Bytes of a partial row of so many chunks.
 int64_t partial_row_bytes(DType dtype, bool mxfp8, int32_t chunks);
 
-// Before the meeting: the partial rows of the other ranks' tokens. After it: this rank's tokens, and beside them the partial
-// rows of the next pass; null: there is none.
-Status launch_partial_rows(DType dtype, const CombineArguments& arguments, const LaunchContext& context);
-Status launch_sum_rows(DType dtype, const CombineArguments& arguments, const CombineArguments* next,
-                       const LaunchContext& context);
+// One launch: the sums of some columns, whose partial rows have come, and beside them the partial rows of others, which end with
+// their meeting.
+Status launch_combine(DType dtype, const CombineArguments& arguments, const Columns& sums,
+                      const Columns& partials, const LaunchContext& context);
 
 }  // namespace nvte_ep
 

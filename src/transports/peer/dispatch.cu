@@ -13,6 +13,7 @@
 #include "device/scale_tiles.cuh"
 #include "device/warp.cuh"
 #include "transports/peer/meeting.cuh"
+#include "transports/peer/travelling_rows.cuh"
 
 namespace nvte_ep {
 namespace {
@@ -29,13 +30,6 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
   return __ldcs(static_cast<const uint4*>(from));
 }
 __device__ __forceinline__ void store_once(void* to, const uint4& v) { __stcs(static_cast<uint4*>(to), v); }
-
-// A row after the meeting.
-__device__ __forceinline__ const uint8_t* row_of(const Pools& pools, const TravellingRows& rows, int32_t rank,
-                                                 int64_t token, uint32_t now) {
-  if (rank == pools.rank && rows.own != nullptr) return rows.own + token * rows.own_stride;
-  return pools.to_read<uint8_t>(rows.outbox, rank, now) + token * rows.row_bytes;
-}
 
 // ---- publish ------------------------------------------------------------------------------------------------------
 
@@ -344,21 +338,6 @@ __device__ void read_gifts(const DeliverArguments& a, uint32_t now, bool* gives)
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
-    find_rows(const Pools pools, const RouteMaps m, const TravellingRows rows, const uint8_t* zero_row,
-              const uint8_t** found) {
-  wait_for_kernel_before();
-  const uint32_t now = *pools.epoch;
-  const int64_t total = m.totals[0];
-  for (int64_t slot = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; slot < total;
-       slot += static_cast<int64_t>(gridDim.x) * kThreads) {
-    const int64_t source = m.slot_source[slot];
-    found[slot] = source < 0
-                      ? zero_row
-                      : row_of(pools, rows, static_cast<int32_t>(source >> 32), source & 0xFFFFFFFF, now);
-  }
-}
-
 struct NoScales {};
 
 template <typename Form, typename Scales>
@@ -438,17 +417,6 @@ Status launch_publish(const PublishArguments& arguments, const LaunchContext& co
   shape.overlaps = true;
   shape.shared_bytes = a.send_exponents ? a.maps.num_experts * 4 : 0;
   return launch_kernel<publish_rows>("publish", context, shape, a);
-}
-
-Status launch_find_rows(const Pools& pools, const RouteMaps& maps, const TravellingRows& rows,
-                        const uint8_t* zero_row, const uint8_t** found, const LaunchContext& context) {
-  LaunchShape shape;
-  shape.threads = kThreads;
-  shape.blocks =
-      std::max<int64_t>(1, std::min<int64_t>((maps.capacity + kThreads - 1) / kThreads, 4 * context.sms));
-  shape.bounded = true;
-  shape.overlaps = true;
-  return launch_kernel<find_rows>("find_rows", context, shape, pools, maps, rows, zero_row, found);
 }
 
 Status launch_deliver(SlotForm form, int32_t format, DType dtype, const DeliverArguments& a,

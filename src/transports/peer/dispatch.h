@@ -91,10 +91,6 @@ enum class SlotForm { kBytes, kDecoded, kOperand };
 Status launch_deliver(SlotForm form, int32_t format, DType dtype, const DeliverArguments& arguments,
                       const LaunchContext& context);
 
-// Where the row of each slot lies, in use or not: of padding, zero_row.
-Status launch_find_rows(const Pools& pools, const RouteMaps& maps, const TravellingRows& rows,
-                        const uint8_t* zero_row, const uint8_t** found, const LaunchContext& context);
-
 }  // namespace nvte_ep
 
 #endif  // NVTE_EP_TRANSPORTS_PEER_DISPATCH_H_

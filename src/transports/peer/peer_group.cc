@@ -60,7 +60,7 @@ Status PeerGroup::open(Communicator* comm) {
 
   meeting_.rank = pools_.rank;
   meeting_.size = size;
-  meeting_.arrivals = pointers_.as<uint32_t*>();
+  meeting_.arrivals = pointers_.as<uint64_t*>();
   meeting_.epoch = reinterpret_cast<uint32_t*>(pools_.own + kFlagBytes) - 1;
   meeting_.failed = words_.as<int32_t>() + 1;
   meeting_.timeout_ns = settings_.timeout_ns;

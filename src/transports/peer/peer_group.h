@@ -28,8 +28,6 @@ struct PoolLayout {
   PoolLayout() = default;
   PoolLayout(const GroupSettings& settings, int32_t size);
 };
-constexpr int64_t kFlagBytes = 4096;
-constexpr int32_t kMostRanks = kFlagBytes / 4 - 1;  // the flags and the epoch share one page
 
 class PeerGroup : public DeviceRanks {
  public:
@@ -51,7 +49,11 @@ class PeerGroup : public DeviceRanks {
 
   const PoolLayout& layout() const { return layout_; }
   const Pools& pools() const { return pools_; }
-  const Meeting& meeting() const { return meeting_; }
+  Meeting meeting(uint32_t call) const {
+    Meeting meeting = meeting_;
+    meeting.call = call;
+    return meeting;
+  }
   uint32_t* ticket() const { return words_.as<uint32_t>(); }
   // Runs function(launch context of the stream) on the group's device.
   template <typename Function>

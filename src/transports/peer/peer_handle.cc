@@ -8,13 +8,15 @@
 #include "transports/device_buffer.h"
 #include "transports/peer/combine.h"
 #include "transports/peer/dispatch.h"
+#include "transports/peer/found_rows.h"
 #include "transports/peer/prepare.h"
 
 // What runs:
 //
 //   prepare            publish indices and meet | scan | assign                   a few tokens: one launch
 //   dispatch           pack | publish and meet | deliver                          pack only where rows are not packed yet
-//   combine            partial rows of the others' tokens | meet | sum            once for each pass of columns
+//   with columns       pack | publish and meet | find rows, exponents | copy peers' rows | tiles (of direct receive)
+//   combine            partial rows and meet | sum, beside it partial rows and meet | .. | sum       passes of columns
 namespace nvte_ep {
 namespace {
 
@@ -73,6 +75,9 @@ class PeerHandle : public HandleTransport {
                  {pointer(&told_), kDeviceCounters * 8},
                  {pointer(&found_rows_), m.capacity * 8},
                  {pointer(&zero_row_), largest_row()},
+                 {pointer(&exponents_), experts * 2},
+                 {pointer(&exponent_sums_), experts * 4},
+                 {pointer(&peer_rows_), (m.size - 1) * int64_t{m.tokens} * largest_operand_row()},
                  {pointer(&starts_), chunks * m.size * m.num_experts * 4},
                  {pointer(&totals_), m.num_experts * int64_t{4}}};
     int64_t total = 0;
@@ -83,7 +88,6 @@ class PeerHandle : public HandleTransport {
       *p.pointer = memory_.as<uint8_t>() + at;
       at += round_up(p.bytes, kOperandPartAlignment);
     }
-    NVTE_EP_TRY(recv_rows_.reserve(backend, g.recv_capacity * largest_operand_row()));
     NVTE_EP_TRY(report_.allocate(backend));
     member_->add(&report_, settings_.id);
     return Status();
@@ -97,7 +101,7 @@ class PeerHandle : public HandleTransport {
     const PoolLayout& pool = group_->layout();
     PrepareArguments a{};
     a.pools = group_->pools();
-    a.meeting = group_->meeting();
+    a.meeting = group_->meeting(signature_of(PeerCall::kPrepare, settings_.id));
     a.indices = pool.indices;
     a.histograms = pool.histograms;
     a.maps = maps_;
@@ -152,7 +156,7 @@ class PeerHandle : public HandleTransport {
     TravellingRows rows;
     NVTE_EP_TRY(pack(call, format, layout, &rows, stream));
     const bool by_bands = call.receive == NVTE_EP_RECEIVE_OPERAND && !wants_columns(call.operand);
-    NVTE_EP_TRY(publish(call, format, layout, rows, by_bands, stream));
+    NVTE_EP_TRY(publish(call, format, layout, rows, stream));
 
     DeliverArguments a = deliver_arguments(call, layout, rows);
     const auto deliver = [&](SlotForm form) {
@@ -176,24 +180,9 @@ class PeerHandle : public HandleTransport {
       a.chunks = static_cast<int32_t>(bytes / 16);
       return deliver(as_it_is ? SlotForm::kBytes : SlotForm::kDecoded);
     }
-    if (call.receive == NVTE_EP_RECEIVE_OPERAND) {  // with columns: through packed rows in slots
-      NVTE_EP_TRY(
-          recv_rows_.reserve(member_->backend, slots_ * layout.row_bytes));  // grows in eager groups only
-      a.out = recv_rows_.as<uint8_t>();
-      a.out_stride = layout.row_bytes;
-      a.chunks = static_cast<int32_t>(layout.row_bytes / 16);
-      NVTE_EP_TRY(deliver(SlotForm::kBytes));
-      const RowsView slots = packed_rows(format, a.out, a.out_stride, slots_, member_->settings.hidden);
-      return receive_rows(member_->backend, format, slots, routing(), call, stream);
-    }
-    // Gradients times weights, and tokens at any alignment: from the rows where they are.
+    // Operands with columns, gradients times weights, and tokens at any alignment: from the rows where they are.
     if (a.out_weights != nullptr) NVTE_EP_TRY(deliver(SlotForm::kBytes));
-    NVTE_EP_TRY(group_->launch(stream, [&](const LaunchContext& c) {
-      return launch_find_rows(group_->pools(), maps_, rows, zero_row_, found_rows_, c);
-    }));
-    RowsView found = packed_rows(format, zero_row_, layout.row_bytes, slots_, member_->settings.hidden);
-    found.anywhere = found_rows_;
-    return receive_rows(member_->backend, format, found, routing(), call, stream);
+    return receive_found(call, format, layout, rows, stream);
   }
 
   Status send_rows(const SendRows&, nvte_ep_stream_t) override {
@@ -221,24 +210,24 @@ class PeerHandle : public HandleTransport {
     a.own_value_stride = call.scalars.stride;
     a.counters = counters_;
     a.report = report_.memory();
+    a.send_values = call.backward;
+    a.own_values = static_cast<float*>(call.scalars.data);
+    a.ticket = group_->ticket();
+    a.meeting = group_->meeting(
+        signature_of(call.backward ? PeerCall::kDispatchBackward : PeerCall::kCombine, settings_.id, dtype));
     const int32_t all = static_cast<int32_t>(member_->settings.hidden * dtype_bytes(dtype) / 16);
-    const int32_t pass = chunks_of_a_pass(dtype, a.mxfp8, all);
-    const auto set_pass = [&](CombineArguments* args, int32_t first) {
-      args->first_chunk = first;
-      args->chunks = std::min(pass, all - first);
-      args->send_values = call.backward && first == 0;
-      args->own_values = first == 0 ? static_cast<float*>(call.scalars.data) : nullptr;
+    const int32_t pass = maps_.size == 1 ? all : chunks_of_a_pass(dtype, a.mxfp8, all);
+    const auto columns_from = [&](int32_t first) {
+      Columns columns;
+      columns.first_chunk = first;
+      columns.chunks = std::max(0, std::min(pass, all - first));
+      return columns;
     };
     return group_->launch(stream, [&](const LaunchContext& c) {
-      set_pass(&a, 0);
-      NVTE_EP_TRY(launch_partial_rows(dtype, a, c));
+      if (maps_.size > 1) NVTE_EP_TRY(launch_combine(dtype, a, Columns(), columns_from(0), c));
       for (int32_t first = 0; first < all; first += pass) {
-        set_pass(&a, first);
-        CombineArguments next = a;
-        const bool is_last = first + pass >= all;
-        if (!is_last) set_pass(&next, first + pass);
-        NVTE_EP_TRY(launch_meet(group_->meeting(), c));
-        NVTE_EP_TRY(launch_sum_rows(dtype, a, is_last ? nullptr : &next, c));
+        const Columns next = maps_.size > 1 ? columns_from(first + pass) : Columns();
+        NVTE_EP_TRY(launch_combine(dtype, a, columns_from(first), next, c));
       }
       return Status();
     });
@@ -290,10 +279,11 @@ class PeerHandle : public HandleTransport {
   }
 
   Status publish(const DispatchCall& call, int32_t format, const RowLayout& layout,
-                 const TravellingRows& rows, bool by_bands, nvte_ep_stream_t stream) {
+                 const TravellingRows& rows, nvte_ep_stream_t stream) {
     PublishArguments a{};
     a.pools = group_->pools();
-    a.meeting = group_->meeting();
+    a.meeting = group_->meeting(
+        signature_of(call.backward ? PeerCall::kCombineBackward : PeerCall::kDispatch, settings_.id));
     a.maps = maps_;
     a.rows = rows;
     a.copy_rows = rows.own != nullptr && maps_.size > 1;
@@ -305,7 +295,8 @@ class PeerHandle : public HandleTransport {
     a.gives_weights = call.gives_weights || tokens_ == 0;
     a.exponents = group_->layout().exponents;
     // Whatever this rank wants of its slots, a peer may want an operand.
-    a.send_exponents = format == NVTE_EP_FORMAT_NVFP4 && (by_bands || maps_.size > 1);
+    a.send_exponents =
+        format == NVTE_EP_FORMAT_NVFP4 && (call.receive == NVTE_EP_RECEIVE_OPERAND || maps_.size > 1);
     a.token_scale_offset = layout.token_scale_offset;
     a.ticket = group_->ticket();
     return group_->launch(stream, [&](const LaunchContext& c) { return launch_publish(a, c); });
@@ -349,6 +340,51 @@ class PeerHandle : public HandleTransport {
     o.bands = shape.scale_rows() / kScaleTileRows;
   }
 
+  Status receive_found(const DispatchCall& call, int32_t format, const RowLayout& layout,
+                       const TravellingRows& rows, nvte_ep_stream_t stream) {
+    FindRowsArguments find{};
+    find.pools = group_->pools();
+    find.maps = maps_;
+    find.rows = rows;
+    find.zero_row = zero_row_;
+    find.found = found_rows_;
+    find.ticket = group_->ticket();
+    RowsView found = packed_rows(format, zero_row_, layout.row_bytes, slots_, member_->settings.hidden);
+    found.anywhere = found_rows_;
+    DispatchCall receive = call;
+    if (call.receive == NVTE_EP_RECEIVE_OPERAND && call.operand.columnwise()) {
+      if (format == NVTE_EP_FORMAT_NVFP4) {
+        find_exponents(call, layout, &find.exponents);
+        receive.options.expert_exponents = find.exponents.found;
+      }
+      // A row is read once for each of its slots: over the links it goes once.
+      if (maps_.size > 1) {
+        find.copies = peer_rows_;
+        found.late_begin = peer_rows_;
+        found.late_end = peer_rows_ + (maps_.size - 1) * int64_t{maps_.tokens} * layout.row_bytes;
+      }
+    }
+    NVTE_EP_TRY(group_->launch(stream, [&](const LaunchContext& c) {
+      NVTE_EP_TRY(launch_find_rows(find, c));
+      return find.copies != nullptr ? launch_copy_rows(find, c) : Status();
+    }));
+    return receive_rows(member_->backend, format, found, routing(), receive, stream);
+  }
+
+  void find_exponents(const DispatchCall& call, const RowLayout& layout, FoundExponents* x) const {
+    x->found = exponents_;
+    x->sums = exponent_sums_;
+    x->maxima = group_->layout().exponents;
+    x->token_scale_offset = layout.token_scale_offset;
+    x->fixed_expert_scale = call.options.fixed_expert_scale;
+    x->column_max = call.options.column_max;
+    x->amax = call.operand.amax;
+    x->columnwise_amax = call.operand.columnwise_amax;
+    x->expert_scale = call.operand.expert_scale;
+    x->columnwise_expert_scale = call.operand.columnwise_expert_scale;
+    x->findings = call.options.findings;
+  }
+
   // Columns are given back in passes whose partial rows fit the outbox.
   int32_t chunks_of_a_pass(DType dtype, bool mxfp8, int32_t all) const {
     const int64_t rows = static_cast<int64_t>(maps_.size - 1) * maps_.tokens;
@@ -389,10 +425,13 @@ class PeerHandle : public HandleTransport {
   const std::shared_ptr<DeviceMember> member_;
   const std::shared_ptr<PeerGroup> group_;
   const HandleSettings settings_;
-  DeviceBuffer memory_, recv_rows_;
+  DeviceBuffer memory_;
   RouteMaps maps_;
   const uint8_t** found_rows_ = nullptr;
   uint8_t* zero_row_ = nullptr;
+  uint8_t* peer_rows_ = nullptr;  // copies of the peers' rows, for operands with columns
+  uint8_t* exponents_ = nullptr;
+  uint32_t* exponent_sums_ = nullptr;
   int32_t* starts_ = nullptr;
   int32_t* totals_ = nullptr;
   int64_t* counters_ = nullptr;  // DeviceCounters on the device
@@ -425,8 +464,8 @@ int64_t peer_handle_bytes(const GroupSettings& g, int32_t size) {
     operand_row = std::max(operand_row, row_layout(*find_format(format), g.hidden).row_bytes);
   }
   return choices * 4 * (size + 1) + g.max_tokens_per_rank * ((size + 31) / 32) * 4 + slots * 16 + row +
-         local * 40 + (prepare_chunks(g.max_tokens_per_rank) * size + 1) * g.num_experts * 4 +
-         g.recv_capacity * operand_row;
+         local * 46 + (prepare_chunks(g.max_tokens_per_rank) * size + 1) * g.num_experts * 4 +
+         (size - 1) * g.max_tokens_per_rank * operand_row;
 }
 
 }  // namespace nvte_ep

@@ -13,7 +13,7 @@ namespace nvte_ep {
 Status make_peer_handle(std::shared_ptr<DeviceMember> member, std::shared_ptr<PeerGroup> group,
                         const HandleSettings& settings, std::unique_ptr<HandleTransport>* handle);
 
-// Bytes of a handle's maps and of its receive buffer, which operands with columns pass through.
+// Bytes of a handle's maps, and of its copies of the peers' rows, which operands with columns are made from.
 int64_t peer_handle_bytes(const GroupSettings& settings, int32_t size);
 
 }  // namespace nvte_ep

@@ -2,25 +2,7 @@
 
 #include <cuda_runtime.h>
 
-#include "device/kernel_order.cuh"
-#include "transports/peer/meeting.cuh"
-
 namespace nvte_ep {
-namespace {
-
-__global__ void meet_kernel(const Meeting m) {
-  device::wait_for_kernel_before();
-  meet(m);
-}
-
-}  // namespace
-
-Status launch_meet(const Meeting& meeting, const LaunchContext& context) {
-  LaunchShape shape;
-  shape.threads = 128;
-  shape.overlaps = true;
-  return launch_kernel<meet_kernel>("meet", context, shape, meeting);
-}
 
 Status enable_peer_access(int32_t device, int32_t other) {
   if (device == other) return Status();

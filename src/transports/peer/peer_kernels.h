@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/status.h"
+#include "core/tensor_view.h"
 #include "device/launch_kernel.h"
 #include "transports/peer/peer_memory.h"
 #include "transports/peer/pools.h"
@@ -16,8 +17,9 @@ namespace nvte_ep {
 struct Meeting {
   int32_t rank;
   int32_t size;
-  // [size] every rank's array [size]: in rank r's, entry s is the last meeting that s came to
-  uint32_t* const* arrivals;
+  // [size] every rank's array [size]: in rank r's, entry s is the last meeting that s came to, and above it what s came for
+  uint64_t* const* arrivals;
+  uint32_t call;    // what this rank comes for (signature_of)
   uint32_t* epoch;  // [1] meetings of this rank so far
   int32_t* failed;  // [1] not 0: one of them has failed
   int64_t timeout_ns;
@@ -30,8 +32,15 @@ struct Meeting {
   int32_t num_maxima;
 };
 
-// A meeting by itself.
-Status launch_meet(const Meeting& meeting, const LaunchContext& context);
+// What the ranks of a meeting must agree on: the call, of which handle, and a type where it decides how many meetings follow.
+enum class PeerCall : uint32_t { kPrepare, kDispatch, kCombineBackward, kCombine, kDispatchBackward };
+inline uint32_t signature_of(PeerCall call, int64_t handle_id, DType dtype = DType{}) {
+  return static_cast<uint32_t>(call) | static_cast<uint32_t>(dtype) << 4 |
+         static_cast<uint32_t>(handle_id) << 12;
+}
+
+constexpr int64_t kFlagBytes = 4096;
+constexpr int32_t kMostRanks = kFlagBytes / 8 - 1;  // the flags and the epoch share the first page of a pool
 
 // Lets the current device load and store the memory of another; the same device is fine.
 Status enable_peer_access(int32_t device, int32_t other);

@@ -23,6 +23,12 @@ Status PeerMemory::failure(int32_t* rank) {
     return Status(status, text("rank ", *rank, " did not arrive within ",
                                static_cast<double>(settings_.timeout_ns) * 1e-9, " s"));
   }
+  if (status == NVTE_EP_STATUS_INVALID_ARGUMENT) {
+    return Status(status,
+                  text("every rank of a group makes the same calls, of the same handle and with tokens of "
+                       "the same type: rank ",
+                       *rank, " made another one than this rank"));
+  }
   return Status(status, text("rank ", *rank, " ended the group"));
 }
 

@@ -1,0 +1,164 @@
+// What the warps of combine work on: some blocks of columns of a row, and where the sources of its sum lie.
+#ifndef NVTE_EP_TRANSPORTS_PEER_COMBINE_ITEMS_CUH_
+#define NVTE_EP_TRANSPORTS_PEER_COMBINE_ITEMS_CUH_
+
+#include <cstdint>
+
+#include "device/elements.cuh"
+#include "device/warp.cuh"
+#include "transports/peer/combine.h"
+
+namespace nvte_ep {
+
+// A step: the chunks of 16 bytes that a warp sums at a time. A block: the steps that are in shared memory.
+constexpr int kStepChunks = device::kWarp;
+constexpr int kStepBytes = kStepChunks * 16;
+constexpr int kSteps = 2;
+constexpr int kBlockChunks = kSteps * kStepChunks;
+constexpr int kMostSources = 8;  // of a token, that go through shared memory
+
+// A step of a partial row in MXFP8: codes | scales.
+__host__ __device__ constexpr int mxfp8_step_bytes(int elements_per_chunk) {
+  return kStepChunks * elements_per_chunk + (kStepChunks * elements_per_chunk / Mxfp8::kBlock + 15) / 16 * 16;
+}
+template <typename Token, bool kMxfp8>
+constexpr int kPartialStepBytes = kMxfp8 ? mxfp8_step_bytes(device::Elements<Token>::kCount) : kStepBytes;
+
+// The rows of a kernel of one kind, cut into items.
+struct Pass {
+  Columns columns;
+  int32_t row_blocks;
+  int32_t blocks;      // of an item
+  uint32_t stretches;  // items of a row
+  uint32_t items;
+  int64_t partial_bytes;  // of a row
+};
+struct Work {
+  CombineArguments c;
+  Pass sums;       // of this rank's tokens
+  Pass partials;   // rows of other ranks' tokens
+  uint32_t share;  // of the partial rows among all items, of 2^32
+  int slot_alignment, result_alignment;
+
+  __device__ __forceinline__ uint32_t items() const { return sums.items + partials.items; }
+};
+
+struct Place {
+  bool is_sum;   // else a partial row
+  int32_t rank;  // whose token it is
+  int32_t token;
+  int32_t block,
+      blocks;  // the next block of the row, and how many from it on; none: the token has no slot here
+
+  __device__ __forceinline__ bool begins_row() const { return block == 0; }
+};
+// What is read of the routing, early: it takes long to come.
+struct Coming : Place {
+  int32_t slot;      // of the lane's choice
+  uint32_t holders;  // the first 32 ranks
+};
+struct Item : Place {
+  unsigned choices;  // that have a slot here: bits
+  float weight;      // of the lane's choice
+  // Sources: slots in order of the choices, then partial rows, ranks in order.
+  int32_t slots, sources;
+  int32_t before;  // partial rows of ranks before this one
+};
+// Where the lane's chunk of each source lies, in the first step of a block.
+struct Sources {
+  const uint8_t* at[kMostSources];
+};
+
+__device__ __forceinline__ const int32_t* slots_of(const RouteMaps& m, int32_t rank, int64_t token) {
+  return m.row_slots + (static_cast<int64_t>(rank) * m.tokens + token) * m.top_k;
+}
+__device__ __forceinline__ const uint32_t* holders_of(const RouteMaps& m, int64_t token) {
+  return m.holders + token * m.holder_words();
+}
+// A rank's partial rows lie in a holder's outbox in order of the ranks, without the holder.
+__device__ __forceinline__ int32_t place_among_others(int32_t rank, int32_t holder) {
+  return rank < holder ? rank : rank - 1;
+}
+
+// The partial row of an own token at a holder, after the meeting; the lane's chunk of the first step of a block.
+template <typename Token, bool kMxfp8>
+__device__ __forceinline__ const uint8_t* partial_row(const Work& w, uint32_t now, int32_t holder,
+                                                      const Place& item) {
+  const RouteMaps& m = w.c.maps;
+  const int64_t row = static_cast<int64_t>(place_among_others(m.rank, holder)) * m.tokens + item.token;
+  return w.c.pools.to_read<uint8_t>(w.c.outbox, holder, now) + row * w.sums.partial_bytes +
+         static_cast<int64_t>(item.block) * kSteps * kPartialStepBytes<Token, kMxfp8>;
+}
+
+__device__ __forceinline__ Coming look_at(const Work& w, uint32_t index) {
+  const RouteMaps& m = w.c.maps;
+  Coming item;
+  item.is_sum = w.partials.items == 0;
+  if (w.sums.items > 0 && w.partials.items > 0) {  // partial rows evenly among the sums
+    const uint32_t before = __umulhi(index, w.share);
+    item.is_sum = __umulhi(index + 1, w.share) == before;
+    index = item.is_sum ? index - before : before;
+  }
+  const uint32_t stretches = item.is_sum ? w.sums.stretches : w.partials.stretches;
+  const uint32_t row = index / stretches;
+  const int32_t blocks = item.is_sum ? w.sums.blocks : w.partials.blocks;
+  item.block = static_cast<int32_t>(index - row * stretches) * blocks;
+  item.blocks = min(blocks, (item.is_sum ? w.sums.row_blocks : w.partials.row_blocks) - item.block);
+  item.token = static_cast<int32_t>(row);
+  item.rank = m.rank;
+  if (!item.is_sum) {  // ranks side by side
+    const uint32_t others = static_cast<uint32_t>(m.size - 1);
+    item.token = static_cast<int32_t>(others == 1 ? row : row / others);
+    const int32_t other = static_cast<int32_t>(row - static_cast<uint32_t>(item.token) * others);
+    item.rank = other < m.rank ? other : other + 1;
+  }
+  const int lane = device::lane_id();
+  item.slot = lane < m.top_k ? slots_of(m, item.rank, item.token)[lane] : -1;
+  item.holders = item.is_sum && m.size > 1 ? *holders_of(m, item.token) : 0;
+  return item;
+}
+
+// Of a token with at most kMostSources choices. Every lane calls.
+template <typename Token, bool kMxfp8>
+__device__ __forceinline__ void open_item(const Work& w, const Coming& coming, uint32_t now, Item* item,
+                                          Sources* sources) {
+  using device::kAllLanes;
+  const CombineArguments& c = w.c;
+  const RouteMaps& m = c.maps;
+  static_cast<Place&>(*item) = coming;
+  item->choices = __ballot_sync(kAllLanes, coming.slot >= 0);
+  item->slots = item->sources = __popc(item->choices);
+  item->before = 0;
+  if (!item->is_sum && item->slots == 0) item->blocks = 0;
+  item->weight = c.slot_weights != nullptr && coming.slot >= 0 ? c.slot_weights[coming.slot] : 1.0f;
+  const int32_t first_chunk = item->is_sum ? w.sums.columns.first_chunk : w.partials.columns.first_chunk;
+  const uint8_t* lane_slots =
+      c.slots + (first_chunk + static_cast<int64_t>(item->block) * kBlockChunks + device::lane_id()) * 16;
+  unsigned left = item->choices;
+#pragma unroll
+  for (int s = 0; s < kMostSources; ++s) {
+    if (left == 0) break;
+    const int32_t slot = __shfl_sync(kAllLanes, coming.slot, __ffs(static_cast<int>(left)) - 1);
+    left &= left - 1;
+    sources->at[s] = lane_slots + slot * c.slot_stride;
+  }
+  if (!item->is_sum || m.size == 1) return;
+  for (int word = 0; word < m.holder_words(); ++word) {
+    uint32_t holders = word == 0 ? coming.holders : holders_of(m, item->token)[word];
+    if (m.rank / 32 == word) holders &= ~(1u << m.rank % 32);
+    for (; holders != 0; holders &= holders - 1) {
+      const int32_t holder = word * 32 + __ffs(static_cast<int>(holders)) - 1;
+      const uint8_t* row = partial_row<Token, kMxfp8>(w, now, holder, *item) + device::lane_id() * 16;
+#pragma unroll
+      for (int s = 0; s < kMostSources; ++s) {  // registers have no index
+        if (s == item->sources) sources->at[s] = row;
+      }
+      item->before += holder < m.rank;
+      ++item->sources;
+    }
+  }
+}
+
+}  // namespace nvte_ep
+
+#endif  // NVTE_EP_TRANSPORTS_PEER_COMBINE_ITEMS_CUH_
