@@ -69,9 +69,11 @@ inline int64_t resident_blocks(const LaunchContext& context, const LaunchShape& 
   return static_cast<int64_t>(sms) * std::max(1, std::min({by_threads, by_registers, by_shared, 32}));
 }
 
-// Every kernel that launch_kernel can launch, collected before main.
-inline std::vector<const void*>& known_kernels() {
-  static std::vector<const void*> kernels;
+// prepare_kernel of every kernel that launch_kernel can launch, collected before main: what is done at a kernel's first launch may
+// wait for the whole device.
+using PrepareKernel = Status (*)(const LaunchContext& context, int* registers);
+inline std::vector<PrepareKernel>& known_kernels() {
+  static std::vector<PrepareKernel> kernels;
   return kernels;
 }
 template <auto kKernel>
@@ -79,8 +81,7 @@ struct KnownKernel {
   static const bool kKnown;
 };
 template <auto kKernel>
-const bool KnownKernel<kKernel>::kKnown =
-    (known_kernels().push_back(reinterpret_cast<const void*>(kKernel)), true);
+const bool KnownKernel<kKernel>::kKnown = (known_kernels().push_back(&prepare_kernel<kKernel>), true);
 
 template <auto kKernel, typename... Arguments>
 Status launch_kernel(const char* what, const LaunchContext& context, const LaunchShape& shape,

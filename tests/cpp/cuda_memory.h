@@ -15,8 +15,9 @@
 
 namespace ep_test {
 
-// There are so many queues, not 8. Before main, since CUDA looks once.
-inline const bool queues_are_set = setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0) == 0;
+// There are so many queues, not 8, and what is loaded late waits for the whole device. Before main, since CUDA looks once.
+inline const bool cuda_is_set_up =
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0) == 0 && setenv("CUDA_MODULE_LOADING", "EAGER", 0) == 0;
 
 #if defined(NVTE_EP_WITH_CUDA)
 inline void require_cuda(cudaError_t error) {

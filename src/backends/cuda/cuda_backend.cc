@@ -212,10 +212,10 @@ Status CudaBackend::synchronize() {
 }
 
 Status CudaBackend::preload() {
-  return on_device(nullptr, [&](const LaunchContext&) {
-    for (const void* kernel : known_kernels()) {
-      cudaFuncAttributes attributes;
-      NVTE_EP_TRY(cuda_status(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes"));
+  return on_device(nullptr, [&](const LaunchContext& context) {
+    for (PrepareKernel prepare : known_kernels()) {
+      int registers;
+      NVTE_EP_TRY(prepare(context, &registers));
     }
     return Status();
   });
