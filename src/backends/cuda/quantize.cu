@@ -228,6 +228,8 @@ __global__ void __maxnreg__((kRowRegisters<Token, kUnits>)) quantize_nvfp4_rows(
     }
     if (warps_per_row > 1) __syncthreads();  // before the next row's exchange
   }
+  if (ahead)
+    wait_for_kernel_before();  // without a row, too: whoever waits for this kernel waits for that one
 }
 
 // A thread block a row, read twice, at any alignment.

@@ -10,9 +10,14 @@ Status last_captured(nvte_ep_stream_t stream, CapturedNode* last) {
   const cudaGraphEdgeData* edges = nullptr;
   size_t count = 0;
   *last = CapturedNode();
-  NVTE_EP_TRY(
-      cuda_status(cudaStreamGetCaptureInfo(stream, &status, &last->capture, nullptr, &nodes, &edges, &count),
-                  "cudaStreamGetCaptureInfo"));
+#if CUDART_VERSION >= 13000
+  const cudaError_t error =
+      cudaStreamGetCaptureInfo(stream, &status, &last->capture, nullptr, &nodes, &edges, &count);
+#else
+  const cudaError_t error =
+      cudaStreamGetCaptureInfo_v3(stream, &status, &last->capture, nullptr, &nodes, &edges, &count);
+#endif
+  NVTE_EP_TRY(cuda_status(error, "cudaStreamGetCaptureInfo"));
   if (status == cudaStreamCaptureStatusActive && count == 1) last->node = nodes[0];
   return Status();
 }
