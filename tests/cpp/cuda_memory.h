@@ -110,6 +110,9 @@ inline const Memory* cuda_memory() {
                                 [](void* block) { CudaLane::mine().give_back(block); },
                                 [](void* to, const void* from, size_t bytes) {
                                   const cudaStream_t stream = CudaLane::mine().stream();
+                                  // First: a copy to pageable memory holds a lock of CUDA's until it is done, and
+                                  // behind a kernel that waits for another rank that rank needs the lock.
+                                  require_cuda(cudaStreamSynchronize(stream));
                                   require_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
                                   require_cuda(cudaStreamSynchronize(stream));
                                 },

@@ -369,7 +369,7 @@ class PeerHandle : public HandleTransport {
     found.anywhere = found_rows_;
     DispatchCall receive = call;
     if (call.receive == NVTE_EP_RECEIVE_OPERAND && call.operand.columnwise()) {
-      if (format == NVTE_EP_FORMAT_NVFP4 && !few_rows(maps_)) {  // of few rows none travel: direct receive looks
+      if (format == NVTE_EP_FORMAT_NVFP4 && !few_rows(maps_)) {  // of few rows direct receive finds them
         find_exponents(call, layout, &find.exponents);
         receive.options.expert_exponents = find.exponents.found;
       }
