@@ -90,7 +90,7 @@ struct CodecOptions {
   const uint8_t* expert_exponents = nullptr;
   IndexView row_count;          // [1]; rows in use
   int32_t num_sms = 0;          // that kernels may take up; 0: all
-  bool reads_ahead = false;     // inputs may be read while the kernel before in the stream runs
+  bool reads_ahead = false;     // quantize may read its inputs while the kernel before in the stream runs
   int32_t* findings = nullptr;  // [1]
 };
 

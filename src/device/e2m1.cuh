@@ -264,9 +264,6 @@ __device__ __forceinline__ uint32_t bits_of(__nv_bfloat162 b) {
 __device__ __forceinline__ uint32_t tiny_of_high(uint32_t w) {
   return (w & 0x80008000u) | ((w >> 6) & 0x01C001C0u);
 }
-__device__ __forceinline__ uint32_t tiny_of_low(uint32_t w) {
-  return ((w << 4) & 0x80008000u) | ((w >> 2) & 0x01C001C0u);
-}
 
 // Eight codes times a unit (BF16 in both halves, not NaN) to eight BF16 numbers; exact.
 __device__ __forceinline__ void decode_e2m1x8_bf16(uint32_t codes, uint32_t unit, uint32_t* out) {

@@ -68,19 +68,21 @@ class NcclExchange : public DeviceExchange {
     for (const Travel& t : travels) bytes += (t.end - t.begin) * t.item_bytes;
     Piece& mine = pieces_[piece];
     mine.aside = bytes >= kSideStreamBytes;
-    nvte_ep_stream_t on = stream;
-    if (mine.aside) {
-      on = side_;
-      NVTE_EP_TRY(backend_->set_mark(ready_, stream));
-      NVTE_EP_TRY(backend_->wait_mark(ready_, on));
-      NVTE_EP_TRY(backend_->set_mark(starts_, on));
+    if (!mine.aside) return exchange(travels, stream);
+    NVTE_EP_TRY(backend_->set_mark(ready_, stream));
+    NVTE_EP_TRY(backend_->wait_mark(ready_, side_));
+    Status begun = backend_->set_mark(starts_, side_);
+    if (begun.ok()) begun = exchange(travels, side_);
+    const Status marked = backend_->set_mark(mine.arrived, side_);
+    if (begun.ok()) begun = marked;
+    if (begun.ok()) {
+      // What comes next on the caller's stream would take all multiprocessors, and NCCL's kernel needs whole ones: it goes first.
+      // A second piece starts when the first has come, for which nobody waits here.
+      return piece == 0 ? backend_->wait_mark(starts_, stream) : Status();
     }
-    NVTE_EP_TRY(ranks_.watch().step(on, [&] { return send_and_receive(travels, on); }));
-    if (!mine.aside) return Status();
-    NVTE_EP_TRY(backend_->set_mark(mine.arrived, on));
-    // What comes next on the caller's stream would take all multiprocessors, and NCCL's kernel needs whole ones: it goes first.
-    // A second piece starts when the first has come, for which nobody waits here.
-    return piece == 0 ? backend_->wait_mark(starts_, stream) : Status();
+    // Nobody will await the pieces: what the caller does next comes after them all the same, and a capture can end.
+    if (marked.ok()) (void)backend_->wait_mark(mine.arrived, stream);
+    return begun;
   }
   Status await(int32_t piece, nvte_ep_stream_t stream) override {
     const Piece& mine = pieces_[piece];
@@ -116,6 +118,9 @@ class NcclExchange : public DeviceExchange {
     bool aside = false;  // on the side stream
   };
 
+  Status exchange(const std::vector<Travel>& travels, nvte_ep_stream_t stream) {
+    return ranks_.watch().step(stream, [&] { return send_and_receive(travels, stream); });
+  }
   Status send_and_receive(const std::vector<Travel>& travels, nvte_ep_stream_t stream) {
     const nccl::Api& api = ranks_.api();
     return ranks_.use([&](nccl::Comm comm) -> Status {

@@ -26,9 +26,11 @@ Status StepWatch::begin(nvte_ep_stream_t stream) {
   NVTE_EP_TRY(backend_->is_capturing(stream, &capturing));
   if (capturing) return Status();
   NVTE_EP_TRY(advance());
-  open_ = oldest_->enqueued ? newest_ : oldest_;
-  open_->enqueued = false;
-  return backend_->set_mark(open_->began, stream);
+  Step* const step = oldest_->enqueued ? newest_ : oldest_;
+  step->enqueued = false;
+  NVTE_EP_TRY(backend_->set_mark(step->began, stream));
+  open_ = step;  // not before: a step that did not begin is not pending
+  return Status();
 }
 
 Status StepWatch::end(nvte_ep_stream_t stream) {

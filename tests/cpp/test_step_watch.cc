@@ -25,6 +25,7 @@ class SlowDevice final : public HostBackend {
   }
   void destroy_mark(void* mark) override { destroyed += mark != nullptr; }
   Status set_mark(void* mark, nvte_ep_stream_t) override {
+    if (refuses) return Status(NVTE_EP_STATUS_CUDA, "refused");
     *static_cast<int64_t*>(mark) = ++enqueued;
     return Status();
   }
@@ -43,6 +44,7 @@ class SlowDevice final : public HostBackend {
   int64_t passed = 0;
   int64_t destroyed = 0;
   bool capturing = false;
+  bool refuses = false;
 
  private:
   std::vector<std::unique_ptr<int64_t>> marks_;
@@ -123,6 +125,12 @@ TEST_F(StepWatchTest, CapturedStepLeavesNoTrace) {
   device_.capturing = true;
   step();
   EXPECT_EQ(device_.enqueued, 0);
+  EXPECT_FALSE(watch_.pending());
+}
+
+TEST_F(StepWatchTest, StepThatCannotBeginIsNotPending) {
+  device_.refuses = true;
+  EXPECT_EQ(watch_.step(nullptr, [] { return Status(); }).code(), NVTE_EP_STATUS_CUDA);
   EXPECT_FALSE(watch_.pending());
 }
 

@@ -1,5 +1,5 @@
 // Direct receive: packed rows, ordered by expert, to the operand of a grouped GEMM. The experts' exponents
-// first, then the rowwise operand, or both operands by tiles (receive_columns.cu).
+// first, then the rowwise operand, or both operands by tiles (receive_columns_*.cu).
 #include <cooperative_groups.h>
 
 #include <type_traits>
@@ -270,9 +270,12 @@ Status launch_direct_receive(int32_t format, const RowsView& rows, const IndexVi
     a.late_begin = a.late_end = nullptr;  // it has waited for all rows
   }
   if (a.tiles) {
-    a.blocks = tiles * a.column_groups * (a.late_begin != nullptr ? 2 : 1);
-    if (a.blocks > INT32_MAX)
-      return unsupported("operand: expected less than 2^38 rows for a columnwise part");
+    const int64_t blocks_of_a_tile = a.column_groups * (a.late_begin != nullptr ? 2 : 1);
+    a.blocks = tiles * blocks_of_a_tile;
+    if (a.blocks > INT32_MAX) {
+      return unsupported("operand: expected at most ", INT32_MAX / blocks_of_a_tile * kScaleTileRows,
+                         " rows for a columnwise part");
+    }
     return format == NVTE_EP_FORMAT_NVFP4 ? launch_receive_columns_nvfp4(a, context)
                                           : launch_receive_columns_mxfp8(a, context);
   }

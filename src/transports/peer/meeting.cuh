@@ -1,4 +1,5 @@
-// Meetings of the ranks of a group, on the device. A whole block calls; nothing else waits for other ranks.
+// Meetings of the ranks of a group, on the device. A whole block calls. Nothing else waits for other ranks but prepare of
+// few tokens (prepare_few.cu), whose blocks wait for values.
 #ifndef NVTE_EP_TRANSPORTS_PEER_MEETING_CUH_
 #define NVTE_EP_TRANSPORTS_PEER_MEETING_CUH_
 

@@ -199,7 +199,6 @@ __device__ int64_t block_prefix(int64_t value, int64_t* total) {
 
 __device__ void lay_out_slabs(const RouteMaps& m, const int32_t* totals, const Slabs& s) {
   const int threads = static_cast<int>(blockDim.x);
-  const int local = m.local_experts();
   int64_t before = 0;
   for (int first = 0; first < m.num_experts; first += threads) {
     const int e = first + static_cast<int>(threadIdx.x);

@@ -18,10 +18,10 @@ namespace {
 
 using namespace nvte_ep::device;  // NOLINT
 
-constexpr int kMostTokens = 1024;       // of all ranks
-constexpr int kMostThreads = 1024;      // of a block, and experts: one a thread
-constexpr int kMostBlocks = 8;          // that are sure to be a cluster
-constexpr int kMostShared = 200 << 10;  // of every device that there are kernels for
+constexpr int kMostTokens = 1024;      // of all ranks
+constexpr int kMostThreads = 1024;     // of a block, and experts: one a thread
+constexpr int kMostBlocks = 8;         // that are sure to be a cluster
+constexpr int kMostShared = 96 << 10;  // that every device has from compute capability 9.0 on
 constexpr int kWordTokens = 32;
 constexpr int kLoads = 4;  // in flight together
 
