@@ -154,6 +154,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = importlib.import_module("nvte_ep.library").package_version()
+    elif name == "job":  # a module that the guide names
+        value = importlib.import_module("nvte_ep.job")
     elif name in _HOME:
         value = getattr(importlib.import_module(f"nvte_ep.{_HOME[name]}"), name)
     else:

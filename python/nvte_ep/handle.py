@@ -134,14 +134,18 @@ class Handle:
         if capacity:
             return capacity
         if self._total is None:
-            raise BadStateError(Status.BAD_STATE, "Handle: an eager group knows its slots after prepare")
+            raise BadStateError(
+                Status.BAD_STATE, "Handle: an eager group knows its slots after prepare: call it first"
+            )
         return self._total
 
     @property
     def num_tokens(self) -> int:
         """T of the last prepare."""
         if self._num_tokens is None:
-            raise BadStateError(Status.BAD_STATE, "Handle: the number of tokens is known after prepare")
+            raise BadStateError(
+                Status.BAD_STATE, "Handle: the number of tokens is known after prepare: call it first"
+            )
         return self._num_tokens
 
     def _count(self, call: Call, num_tokens: int | None) -> int:
@@ -428,7 +432,10 @@ class Handle:
         if isinstance(tokens, (tuple, list)):
             if not 2 <= len(tokens) <= 3:
                 raise invalid(
-                    function, "tokens", "(payload, scales[, token_scales])", f"a tuple of {len(tokens)}"
+                    function,
+                    "tokens",
+                    "(payload, scales[, token_scales])",
+                    f"a {type(tokens).__name__} of {len(tokens)}",
                 )
             payload, scales, *rest = tokens
             arguments.payload = pointer(call.read("payload", payload, as_bytes=True))

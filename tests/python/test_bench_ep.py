@@ -222,6 +222,8 @@ def test_plot(tmp_path: Path) -> None:
         (["--alignment", "96"], "--alignment"),
         (["--transports", "pigeon"], "--transports"),
         (["--num-sms", "-1"], "--num-sms"),
+        (["--ranks", "-3"], "--ranks: expected 1 or more, got -3"),
+        (["--link-gbps", "0"], "--link-gbps: expected more than 0, got 0"),
         (["--nccl-ep-sms", "-1"], "--nccl-ep-sms"),
         (["--device", "tpu"], "--device"),
     ],

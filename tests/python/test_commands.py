@@ -813,6 +813,16 @@ def test_plan_rates_are_inputs(capsys: pytest.CaptureFixture[str]) -> None:
     assert (alone["link_bytes"], alone["bound_by"]) == (0, "memory")
 
 
+def test_plan_expects_nothing_of_a_transport_that_refuses_the_cluster(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Transport peer spans one domain."""
+    assert document(capsys, "plan", "--ranks", "16", "--domain", "8")["figures"] is None
+    assert document(capsys, "plan", "--ranks", "16", "--domain", "16")["figures"]["transport"] == "peer"
+    assert main(["plan", "--ranks", "16", "--domain", "8"]) == 0
+    assert "peer spans one domain only" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("model", sorted(plan.MODELS))
 @pytest.mark.parametrize("domain", ["4", "8"])
 def test_plan_report_fits_a_terminal(model: str, domain: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,8 +65,10 @@ def load(path: Path, transport: str) -> Figures:
     """What `bench ep --json` wrote, or a part of it."""
     try:
         document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise UsageError(f"--figures: {path}: {error}") from error
+    except ValueError as error:
+        raise UsageError(f"--figures: {path} is no JSON: {error}") from error
     if (
         not isinstance(document, dict)
         or document.get("benchmark") != "ep"

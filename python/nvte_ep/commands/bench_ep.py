@@ -75,10 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "what is measured: lists are combined; without any, the usual shapes, or on the host a small one"
     )
     what.add_argument("--tokens", metavar="LIST", help="of a rank, e.g. 128,1024,4096,8192")
-    what.add_argument("--hidden", metavar="LIST", help="elements of a token (7168)")
-    what.add_argument("--top-k", metavar="LIST", help="experts of a token (8)")
-    what.add_argument("--experts", metavar="LIST", help="of all ranks, e.g. 64,256 (64)")
-    what.add_argument("--alignment", metavar="LIST", help="slots of an expert are a multiple (128)")
+    what.add_argument("--hidden", metavar="LIST", help="elements of a token (7168; host: 256)")
+    what.add_argument("--top-k", metavar="LIST", help="experts of a token (8; host: 4)")
+    what.add_argument("--experts", metavar="LIST", help="of all ranks, e.g. 64,256 (64; host: 16)")
+    what.add_argument("--alignment", metavar="LIST", help="slots of an expert are a multiple (128; host: 32)")
     what.add_argument(
         "--only", metavar="LIST", help='operations whose name contains one of these, e.g. "combine,nvfp4 ->"'
     )
@@ -176,6 +176,10 @@ def _check(arguments: argparse.Namespace) -> None:
         for name in arguments.transports.split(","):
             if name not in (*TRANSPORTS, "threads"):
                 raise UsageError(f"--transports: expected some of {', '.join(TRANSPORTS)}, got {name!r}")
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise UsageError(f"--ranks: expected 1 or more, got {arguments.ranks}")
+    if not arguments.link_gbps > 0:
+        raise UsageError(f"--link-gbps: expected more than 0, got {arguments.link_gbps:g}")
     if arguments.num_sms < 0:
         raise UsageError(f"--num-sms: expected 0 or more, got {arguments.num_sms}")
     _numbers("nccl-ep-sms", arguments.nccl_ep_sms, [0], 0)

@@ -115,10 +115,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
-    return number
+    return int(text)
 
 
 # ---- what the layer works on ---------------------------------------------------------------------

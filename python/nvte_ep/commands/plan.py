@@ -181,15 +181,17 @@ def _setting(arguments: argparse.Namespace) -> Setting:
         formats,
         arguments.combine,
         arguments.headroom,
-        _figures(arguments),
+        _figures(arguments, cluster),
     )
 
 
-def _figures(arguments: argparse.Namespace) -> Figures | None:
+def _figures(arguments: argparse.Namespace, cluster: Cluster) -> Figures | None:
     known = (*TRANSPORTS, "threads")
     if arguments.transport not in known:
         raise UsageError(f"--transport: expected {', '.join(known)}, got {arguments.transport}")
     if arguments.no_figures or (arguments.figures is None and not DEFAULT.is_file()):
+        return None
+    if arguments.transport == "peer" and cluster.domain < cluster.ranks:  # which it does not span
         return None
     return load(arguments.figures or DEFAULT, arguments.transport)
 
@@ -486,7 +488,13 @@ def _print_report(setting: Setting, document: dict[str, Any]) -> None:
         ),
     ]
     if setting.figures is None:
-        notes.append(("no figures", "give --figures for expected times"))
+        cluster = setting.cluster
+        why = (
+            "transport peer spans one domain only; for another one's "
+            if cluster.domain < cluster.ranks
+            else ""
+        )
+        notes.append(("no figures", f"{why}give --figures (and --transport) for expected times"))
     else:
         source = "the package" if document["figures"]["source"] == str(DEFAULT) else setting.figures.source
         ranks = f"{setting.figures.ranks} rank{'s' if setting.figures.ranks > 1 else ''}"
