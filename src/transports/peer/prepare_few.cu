@@ -18,10 +18,10 @@ namespace {
 
 using namespace nvte_ep::device;  // NOLINT
 
-constexpr int kMostTokens = 1024;      // of all ranks
-constexpr int kMostThreads = 1024;     // of a block, and experts: one a thread
-constexpr int kMostBlocks = 8;         // that are sure to be a cluster
-constexpr int kMostShared = 96 << 10;  // that every device has from compute capability 9.0 on
+constexpr int kMostTokens = 1024;       // of all ranks
+constexpr int kMostThreads = 1024;      // of a block, and experts: one a thread
+constexpr int kMostBlocks = 8;          // that are sure to be a cluster
+constexpr int kMostShared = 200 << 10;  // of one block: compute capability 9.0 and 10.x have it
 constexpr int kWordTokens = 32;
 constexpr int kLoads = 4;  // in flight together
 
@@ -430,6 +430,11 @@ Status launch_prepare_few(const PrepareArguments& a, const LaunchContext& contex
   shape.threads = threads_of(a.maps, groups);
   shape.overlaps = true;
   shape.shared_bytes = static_cast<int>(Few::bytes(groups, a.maps.num_experts));
+  if (shape.shared_bytes > context.shared_bytes_per_block) {
+    return unsupported("peer: ", a.maps.num_experts, " experts and ", a.maps.size * int64_t{a.maps.tokens},
+                       " tokens of all ranks need ", shape.shared_bytes, " bytes of shared memory in one of ",
+                       groups.blocks, " thread blocks, which has ", context.shared_bytes_per_block);
+  }
   return launch_kernel<prepare_few>("prepare", context, shape, a, groups);
 }
 
