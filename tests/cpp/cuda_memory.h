@@ -7,10 +7,10 @@
 #include "arrays.h"
 
 #if defined(NVTE_EP_WITH_CUDA)
-#include <cuda_runtime_api.h>
-
 #include <map>
 #include <mutex>
+
+#include "require_cuda.h"
 #endif
 
 namespace ep_test {
@@ -20,12 +20,6 @@ inline const bool cuda_is_set_up =
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0) == 0 && setenv("CUDA_MODULE_LOADING", "EAGER", 0) == 0;
 
 #if defined(NVTE_EP_WITH_CUDA)
-inline void require_cuda(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "CUDA: %s\n", cudaGetErrorString(error));
-  std::abort();  // nothing after this can be trusted
-}
-
 // A stream, and memory that is used on it: blocks of it again and again. One thread at a time has it.
 class CudaLane {
  public:

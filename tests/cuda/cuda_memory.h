@@ -9,14 +9,9 @@
 #include <vector>
 
 #include "../cpp/arrays.h"
+#include "../cpp/require_cuda.h"
 
 namespace ep_test {
-
-inline void require_cuda(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "CUDA: %s\n", cudaGetErrorString(error));
-  std::abort();  // nothing after this can be trusted
-}
 
 class CudaBlocks {
  public:
