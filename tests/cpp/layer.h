@@ -489,7 +489,7 @@ class LayerRank {
       expect_bytes(what, encode(c_.token_type, all), result.get(), item_bytes(c_.token_type), c_.hidden);
       return;
     }
-    // One rounding of each rank's part and one of the sum; FP32 also in another order.
+    // One rounding of each rank's part and one of the sum; FP32 also in another order, and what is expected is rounded to it.
     const double rounding = c_.token_type == Type::kBFloat16  ? 0x1p-8
                             : c_.token_type == Type::kFloat16 ? 0x1p-11
                                                               : 0x1p-24;
@@ -497,8 +497,9 @@ class LayerRank {
     const std::vector<float> got = decode(c_.token_type, result.get());
     ASSERT_EQ(got.size(), all.size()) << what;
     for (size_t i = 0; i < all.size(); ++i) {
-      const double allowed = rounding * (sizes[i] + std::fabs(static_cast<double>(all[i]))) +
-                             0x1p-20 * sizes[i] + (c_.ranks + 1) * smallest;
+      const double size = std::fabs(static_cast<double>(all[i]));
+      const double allowed =
+          rounding * (sizes[i] + size) + 0x1p-24 * size + 0x1p-20 * sizes[i] + (c_.ranks + 1) * smallest;
       ASSERT_LE(std::fabs(static_cast<double>(got[i]) - all[i]), allowed)
           << what << ": element " << i << ": expected " << all[i] << ", got " << got[i];
     }

@@ -33,6 +33,8 @@ START_TIMEOUT = 90.0
 
 # On devices, where more of them only share the same GPUs and links.
 MAX_RANKS = int(os.environ.get("NVTE_EP_MAX_RANKS", "8"))
+# Of any test on devices, those included that have a number of ranks of their own.
+MOST_RANKS = max(MAX_RANKS, 8)
 
 # Streams of one process share so many queues of a GPU, and ranks that wait for each other must share none.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -215,7 +217,7 @@ def environment(rank: int) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "OMP_NUM_THREADS": "1",
     }
-    if count_gpus() < MAX_RANKS:  # some share one
+    if count_gpus() < MOST_RANKS:  # some share one
         variables["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     # A framework may load an NCCL of its own, and the first in a process is the one that all use.
     newer = Path(os.environ.get("NCCL_HOME", ""), "lib", "libnccl.so.2")
