@@ -1,5 +1,6 @@
 // A warp sums some columns of one token: its slots on this rank in FP32, in order of the choices. For another rank's token the
-// sum is rounded to a partial row; for an own one the partial rows of the peers are added, ranks in order.
+// sum is rounded to a partial row; for an own one the partial rows of the peers are added, ranks in order. The tokens go in
+// passes: partial rows of the next one are made while those of the one before are on the links.
 //
 // The sources of a sum (slots, and partial rows of peers) come through a ring of steps in shared memory. A warp asks for the
 // steps that follow, of this item or the next, before it has summed those that are there: what is on its way to a multiprocessor
@@ -39,8 +40,7 @@ __device__ __forceinline__ void add_weighted(Elements<Token> e, float weight, El
 
 // Chunks from the lane's in a block's first step to the row's end.
 __device__ __forceinline__ int chunks_left(const Work& w, const Place& item) {
-  return (item.is_sum ? w.sums.columns.chunks : w.partials.columns.chunks) - item.block * kBlockChunks -
-         lane_id();
+  return w.c.chunks - item.block * kBlockChunks - lane_id();
 }
 
 // ---- partial rows -----------------------------------------------------------------------------------------------------
@@ -90,11 +90,10 @@ __device__ __forceinline__ uint8_t* place_of(const Work& w, const Place& item, u
   const CombineArguments& c = w.c;
   if (item.is_sum) {
     return c.result + item.token * c.result_stride +
-           (w.sums.columns.first_chunk + static_cast<int64_t>(item.block) * kBlockChunks + lane_id()) * 16;
+           (static_cast<int64_t>(item.block) * kBlockChunks + lane_id()) * 16;
   }
-  const int64_t row =
-      static_cast<int64_t>(place_among_others(item.rank, c.maps.rank)) * c.maps.tokens + item.token;
-  return c.pools.to_write<uint8_t>(c.outbox, now) + row * w.partials.partial_bytes +
+  const int64_t row = outbox_row(w.partials.tokens, item.rank, c.maps.rank, item.token);
+  return c.pools.to_write<uint8_t>(c.outbox, now) + row * w.partial_bytes +
          static_cast<int64_t>(item.block) * kSteps * kPartialStepBytes<Token, kMxfp8>;
 }
 
@@ -198,10 +197,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfASm) combine_rows(const __g
   if (blockIdx.x == 0 && threadIdx.x == 0) tell_given(w, now);
   const uint8_t* ring = rings + warp_id() * kRingBytes;
   const uint32_t lane_ring = shared_address(ring) + lane_id() * 16;
-  const uint32_t stride = gridDim.x * kWarps;
-  uint32_t next = blockIdx.x * kWarps + warp_id();
+  Share share = share_of(w);
   Coming coming;
-  if (next < w.items()) coming = look_at(w, next);
+  if (share.next < share.end) coming = look_at(w, share);
   Item item{}, asked{};  // the block that is summed, the one after it
   Sources sources;
   const auto advance = [&] {
@@ -211,10 +209,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfASm) combine_rows(const __g
       go_on<Token, kMxfp8>(asked, &sources);
       return true;
     }
-    while (next < w.items()) {
+    while (share.next < share.end) {
       open_item<Token, kMxfp8>(w, coming, now, &asked, &sources);
-      next += stride;
-      if (next < w.items()) coming = look_at(w, next);
+      share.next += share.stride;
+      if (share.next < share.end) coming = look_at(w, share);
       if (asked.blocks == 0) continue;
       move_values(w, now, asked);
       return true;
@@ -316,20 +314,18 @@ __global__ void __launch_bounds__(kThreads) combine_rows_unstaged(const __grid_c
   if (!meets) let_next_kernel_start();
   const uint32_t now = *w.c.pools.epoch;
   if (blockIdx.x == 0 && threadIdx.x == 0) tell_given(w, now);
-  for (uint32_t next = blockIdx.x * kWarps + warp_id(); next < w.items(); next += gridDim.x * kWarps) {
-    Coming item = look_at(w, next);
+  for (Share share = share_of(w); share.next < share.end; share.next += share.stride) {
+    Coming item = look_at(w, share);
     const int32_t* slots = slots_of(m, item.rank, item.token);
     bool any = item.is_sum;
     for (int k = lane_id(); k < m.top_k; k += kWarp) any |= slots[k] >= 0;
     if (!__any_sync(kAllLanes, any)) continue;
     move_values(w, now, item);
-    const int32_t first_chunk = item.is_sum ? w.sums.columns.first_chunk : w.partials.columns.first_chunk;
     for (; item.blocks > 0; ++item.block, --item.blocks) {
       uint8_t* to = place_of<Token, kMxfp8>(w, item, now);
       for (int k = 0; k < kSteps; ++k) {
         const bool live = k * kStepChunks < chunks_left(w, item);
-        const int64_t chunk =
-            first_chunk + static_cast<int64_t>(item.block) * kBlockChunks + k * kStepChunks + lane_id();
+        const int64_t chunk = static_cast<int64_t>(item.block) * kBlockChunks + k * kStepChunks + lane_id();
         Elements<Token> own;
         clear(&own);
         for (int first = 0; first < m.top_k; first += kWarp) {
@@ -350,18 +346,18 @@ __global__ void __launch_bounds__(kThreads) combine_rows_unstaged(const __grid_c
 
 // ---- launches ---------------------------------------------------------------------------------------------------------------
 
-Pass pass_of(DType dtype, bool mxfp8, const Columns& columns, int64_t rows, int64_t warps) {
+// rows: of all ranks that are in it.
+Pass pass_of(const TokenRange& tokens, int64_t rows, int32_t row_blocks, int64_t warps) {
   Pass p{};
-  if (columns.chunks == 0 || rows == 0) return p;
-  p.columns = columns;
-  p.row_blocks = (columns.chunks + kBlockChunks - 1) / kBlockChunks;
-  const int64_t blocks = rows * p.row_blocks / (warps * kItemsOfAWarp);
-  const auto pieces_of = [&p](int64_t n) { return static_cast<int32_t>((p.row_blocks + n - 1) / n); };
-  p.stretches =
-      static_cast<uint32_t>(pieces_of(std::max<int64_t>(1, std::min<int64_t>(p.row_blocks, blocks))));
+  if (rows == 0) return p;
+  p.tokens = tokens;
+  // As long as leaves every warp some items; where there is one block for each they are two, as it takes time to open an item.
+  const int64_t all = rows * row_blocks;
+  const int64_t blocks = std::max<int64_t>(all / (warps * kItemsOfAWarp), all >= warps * 4 ? 2 : 1);
+  const auto pieces_of = [row_blocks](int64_t n) { return static_cast<int32_t>((row_blocks + n - 1) / n); };
+  p.stretches = static_cast<uint32_t>(pieces_of(std::min<int64_t>(row_blocks, blocks)));
   p.blocks = pieces_of(p.stretches);  // as long as each other
   p.items = static_cast<uint32_t>(rows * p.stretches);
-  p.partial_bytes = partial_row_bytes(dtype, mxfp8, columns.chunks);
   return p;
 }
 
@@ -379,24 +375,26 @@ Status with_token(DType dtype, const Function& function) {
 
 }  // namespace
 
-int64_t partial_row_bytes(DType dtype, bool mxfp8, int32_t chunks) {
+int64_t partial_row_bytes(DType dtype, bool mxfp8, int64_t hidden) {
+  const int64_t chunks = hidden * dtype_bytes(dtype) / 16;
   const int64_t steps = (chunks + kStepChunks - 1) / kStepChunks;
-  return mxfp8 ? steps * mxfp8_step_bytes(static_cast<int>(16 / dtype_bytes(dtype))) : chunks * int64_t{16};
+  return mxfp8 ? steps * mxfp8_step_bytes(static_cast<int>(16 / dtype_bytes(dtype))) : chunks * 16;
 }
 
-Status launch_combine(DType dtype, const CombineArguments& c, const Columns& sums, const Columns& partials,
-                      const LaunchContext& context) {
+Status launch_combine(DType dtype, const CombineArguments& c, const TokenRange& sums,
+                      const TokenRange& partials, const LaunchContext& context) {
   const RouteMaps& m = c.maps;
   Work w{};
   w.c = c;
   const int sms = context.max_sms > 0 ? context.max_sms : context.sms;
   const int64_t warps = sms * int64_t{kBlocksOfASm * kWarps};
-  w.sums = pass_of(dtype, c.mxfp8, sums, c.tokens, warps);
-  w.partials = pass_of(dtype, c.mxfp8, partials, static_cast<int64_t>(m.size - 1) * m.tokens, warps);
+  w.row_blocks = (c.chunks + kBlockChunks - 1) / kBlockChunks;
+  w.partial_bytes = partial_row_bytes(dtype, c.mxfp8, c.chunks * int64_t{16} / dtype_bytes(dtype));
+  const int32_t own = std::max(0, std::min(sums.count, c.tokens - sums.first));  // that this rank has
+  w.sums = pass_of(sums, own, w.row_blocks, warps);
+  w.partials = pass_of(partials, static_cast<int64_t>(m.size - 1) * partials.count, w.row_blocks, warps);
   const uint64_t items = uint64_t{w.sums.items} + w.partials.items;
   if (items == 0) return Status();
-  if (w.sums.items > 0)
-    w.share = static_cast<uint32_t>(((uint64_t{w.partials.items} << 32) + items - 1) / items);
   w.slot_alignment = alignment_of(c.slots, c.slot_stride);
   w.result_alignment = alignment_of(c.result, c.result_stride);
   const bool staged = w.slot_alignment >= 16 && w.result_alignment >= 16 && m.top_k <= kMostSources;

@@ -15,16 +15,17 @@ struct CombineArguments {
   Pools pools;
   RouteMaps maps;
   bool mxfp8;   // partial rows are rounded to MXFP8
-  Area outbox;  // partial rows [size - 1 (the other ranks), tokens] of a pass's columns
+  Area outbox;  // partial rows [size - 1 (the other ranks), tokens of a pass]
   const uint8_t* slots;
   int64_t slot_stride;        // bytes
   const float* slot_weights;  // [slots]; null: 1
-  // A value a choice, with the first columns
+  // A value a choice
   bool send_values;
   const float* slot_values;  // [slots]; null: this rank gives none
   TravellingValues values;   // float32 [size - 1, tokens, top_k]
   // The result
   int32_t tokens;
+  int32_t chunks;  // of 16 bytes, of a row
   uint8_t* result;
   int64_t result_stride;  // bytes
   bool accumulate;
@@ -36,19 +37,19 @@ struct CombineArguments {
   uint32_t* ticket;
 };
 
-// Columns of the tokens, in chunks of 16 bytes of their type; no chunks: none.
-struct Columns {
-  int32_t first_chunk = 0;
-  int32_t chunks = 0;
+// Some tokens of every rank; none: no work.
+struct TokenRange {
+  int32_t first = 0;
+  int32_t count = 0;
 };
 
-// Bytes of a partial row of so many chunks.
-int64_t partial_row_bytes(DType dtype, bool mxfp8, int32_t chunks);
+// Bytes of a partial row.
+int64_t partial_row_bytes(DType dtype, bool mxfp8, int64_t hidden);
 
-// One launch: the sums of some columns, whose partial rows have come, and beside them the partial rows of others, which end with
+// One launch: the sums of some tokens, whose partial rows have come, and beside them the partial rows of others, which end with
 // their meeting.
-Status launch_combine(DType dtype, const CombineArguments& arguments, const Columns& sums,
-                      const Columns& partials, const LaunchContext& context);
+Status launch_combine(DType dtype, const CombineArguments& arguments, const TokenRange& sums,
+                      const TokenRange& partials, const LaunchContext& context);
 
 }  // namespace nvte_ep
 

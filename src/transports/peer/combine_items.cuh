@@ -13,7 +13,7 @@ namespace nvte_ep {
 // A step: the chunks of 16 bytes that a warp sums at a time. A block: the steps that are in shared memory.
 constexpr int kStepChunks = device::kWarp;
 constexpr int kStepBytes = kStepChunks * 16;
-constexpr int kSteps = 2;
+constexpr int kSteps = 3;
 constexpr int kBlockChunks = kSteps * kStepChunks;
 constexpr int kMostSources = 8;  // of a token, that go through shared memory
 
@@ -26,21 +26,18 @@ constexpr int kPartialStepBytes = kMxfp8 ? mxfp8_step_bytes(device::Elements<Tok
 
 // The rows of a kernel of one kind, cut into items.
 struct Pass {
-  Columns columns;
-  int32_t row_blocks;
+  TokenRange tokens;   // of a rank
   int32_t blocks;      // of an item
   uint32_t stretches;  // items of a row
   uint32_t items;
-  int64_t partial_bytes;  // of a row
 };
 struct Work {
   CombineArguments c;
-  Pass sums;       // of this rank's tokens
-  Pass partials;   // rows of other ranks' tokens
-  uint32_t share;  // of the partial rows among all items, of 2^32
+  int32_t row_blocks;
+  int64_t partial_bytes;  // of a row
+  Pass sums;              // of this rank's tokens
+  Pass partials;          // rows of other ranks' tokens
   int slot_alignment, result_alignment;
-
-  __device__ __forceinline__ uint32_t items() const { return sums.items + partials.items; }
 };
 
 struct Place {
@@ -75,43 +72,55 @@ __device__ __forceinline__ const int32_t* slots_of(const RouteMaps& m, int32_t r
 __device__ __forceinline__ const uint32_t* holders_of(const RouteMaps& m, int64_t token) {
   return m.holders + token * m.holder_words();
 }
-// A rank's partial rows lie in a holder's outbox in order of the ranks, without the holder.
-__device__ __forceinline__ int32_t place_among_others(int32_t rank, int32_t holder) {
-  return rank < holder ? rank : rank - 1;
+// The row of a token in a holder's outbox: ranks in order, without the holder.
+__device__ __forceinline__ int64_t outbox_row(const TokenRange& pass, int32_t rank, int32_t holder,
+                                              int32_t token) {
+  return static_cast<int64_t>(place_among_others(rank, holder)) * pass.count + token - pass.first;
 }
 
 // The partial row of an own token at a holder, after the meeting; the lane's chunk of the first step of a block.
 template <typename Token, bool kMxfp8>
 __device__ __forceinline__ const uint8_t* partial_row(const Work& w, uint32_t now, int32_t holder,
                                                       const Place& item) {
-  const RouteMaps& m = w.c.maps;
-  const int64_t row = static_cast<int64_t>(place_among_others(m.rank, holder)) * m.tokens + item.token;
-  return w.c.pools.to_read<uint8_t>(w.c.outbox, holder, now) + row * w.sums.partial_bytes +
+  const int64_t row = outbox_row(w.sums.tokens, w.c.maps.rank, holder, item.token);
+  return w.c.pools.to_read<uint8_t>(w.c.outbox, holder, now) + row * w.partial_bytes +
          static_cast<int64_t>(item.block) * kSteps * kPartialStepBytes<Token, kMxfp8>;
 }
 
-__device__ __forceinline__ Coming look_at(const Work& w, uint32_t index) {
+// The items of a warp, all of one kind. Where there are both, every other warp makes partial rows: one that made both in turn
+// would have its steps wait for the links in between.
+struct Share {
+  bool is_sum;
+  uint32_t next, stride, end;
+};
+__device__ __forceinline__ Share share_of(const Work& w) {
+  const uint32_t warp = blockIdx.x * (blockDim.x / device::kWarp) + device::warp_id();
+  const uint32_t warps = gridDim.x * (blockDim.x / device::kWarp);
+  if (w.sums.items == 0) return {false, warp, warps, w.partials.items};
+  if (w.partials.items == 0) return {true, warp, warps, w.sums.items};
+  const bool is_sum = warp % 2 == 0;
+  return {is_sum, warp / 2, warps / 2, is_sum ? w.sums.items : w.partials.items};
+}
+
+__device__ __forceinline__ Coming look_at(const Work& w, const Share& share) {
   const RouteMaps& m = w.c.maps;
+  const uint32_t index = share.next;
   Coming item;
-  item.is_sum = w.partials.items == 0;
-  if (w.sums.items > 0 && w.partials.items > 0) {  // partial rows evenly among the sums
-    const uint32_t before = __umulhi(index, w.share);
-    item.is_sum = __umulhi(index + 1, w.share) == before;
-    index = item.is_sum ? index - before : before;
-  }
+  item.is_sum = share.is_sum;
   const uint32_t stretches = item.is_sum ? w.sums.stretches : w.partials.stretches;
   const uint32_t row = index / stretches;
   const int32_t blocks = item.is_sum ? w.sums.blocks : w.partials.blocks;
   item.block = static_cast<int32_t>(index - row * stretches) * blocks;
-  item.blocks = min(blocks, (item.is_sum ? w.sums.row_blocks : w.partials.row_blocks) - item.block);
+  item.blocks = min(blocks, w.row_blocks - item.block);
   item.token = static_cast<int32_t>(row);
   item.rank = m.rank;
   if (!item.is_sum) {  // ranks side by side
     const uint32_t others = static_cast<uint32_t>(m.size - 1);
     item.token = static_cast<int32_t>(others == 1 ? row : row / others);
     const int32_t other = static_cast<int32_t>(row - static_cast<uint32_t>(item.token) * others);
-    item.rank = other < m.rank ? other : other + 1;
+    item.rank = rank_among_others(other, m.rank);
   }
+  item.token += item.is_sum ? w.sums.tokens.first : w.partials.tokens.first;
   const int lane = device::lane_id();
   item.slot = lane < m.top_k ? slots_of(m, item.rank, item.token)[lane] : -1;
   item.holders = item.is_sum && m.size > 1 ? *holders_of(m, item.token) : 0;
@@ -131,9 +140,8 @@ __device__ __forceinline__ void open_item(const Work& w, const Coming& coming, u
   item->before = 0;
   if (!item->is_sum && item->slots == 0) item->blocks = 0;
   item->weight = c.slot_weights != nullptr && coming.slot >= 0 ? c.slot_weights[coming.slot] : 1.0f;
-  const int32_t first_chunk = item->is_sum ? w.sums.columns.first_chunk : w.partials.columns.first_chunk;
   const uint8_t* lane_slots =
-      c.slots + (first_chunk + static_cast<int64_t>(item->block) * kBlockChunks + device::lane_id()) * 16;
+      c.slots + (static_cast<int64_t>(item->block) * kBlockChunks + device::lane_id()) * 16;
   unsigned left = item->choices;
 #pragma unroll
   for (int s = 0; s < kMostSources; ++s) {

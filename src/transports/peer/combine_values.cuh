@@ -37,12 +37,12 @@ __device__ __forceinline__ void put_values(const CombineArguments& c, uint32_t n
   }
 }
 
-// A warp, with the first columns of each row.
+// A warp, with the first block of each row.
 __device__ __forceinline__ void move_values(const Work& w, uint32_t now, const Place& item) {
   if (!item.begins_row()) return;
   if (item.is_sum) {
-    if (w.c.own_values != nullptr && w.sums.columns.first_chunk == 0) gather_values(w.c, now, item.token);
-  } else if (w.c.send_values && w.c.slot_values != nullptr && w.partials.columns.first_chunk == 0) {
+    if (w.c.own_values != nullptr) gather_values(w.c, now, item.token);
+  } else if (w.c.send_values && w.c.slot_values != nullptr) {
     put_values(w.c, now, item);
   }
 }
@@ -52,13 +52,14 @@ __device__ __forceinline__ bool gives_values(const CombineArguments& c) {
   return c.slot_values != nullptr || c.maps.totals[0] == 0;
 }
 
-// One thread of a kernel: peers learn whether this rank gives values, and the host which ranks gave none.
+// One thread of a kernel: peers learn with every pass whether this rank gives values, and the host with the first which ranks
+// gave none.
 __device__ __noinline__ void tell_given(const Work& w, uint32_t now) {
   const CombineArguments& c = w.c;
-  if (c.send_values && w.partials.items > 0 && w.partials.columns.first_chunk == 0) {
+  if (c.send_values && w.partials.items > 0) {
     *c.pools.to_write<uint32_t>(c.values.given, now) = gives_values(c);
   }
-  if (c.own_values == nullptr || w.sums.items == 0 || w.sums.columns.first_chunk != 0) return;
+  if (c.own_values == nullptr || w.sums.items == 0 || w.sums.tokens.first != 0) return;
   volatile int64_t* report = c.report;
   for (int32_t r = 0; r < c.maps.size; ++r) {
     const bool gave =

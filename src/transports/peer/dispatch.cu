@@ -25,6 +25,7 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kDepth = 4;  // chunks of a piece that a lane holds
 constexpr int kPieceChunks = kDepth * kWarp;
 constexpr int kMostPublishBlocks = 1024;
+constexpr int kTailsOfAWarp = 4;
 constexpr int64_t kFewRows = 1024;  // of all ranks
 
 __device__ __forceinline__ uint4 load_once(const void* from) {
@@ -67,8 +68,10 @@ __global__ void __launch_bounds__(kThreads) publish_rows(const PublishArguments 
   const uint32_t now = *a.pools.epoch;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * a.tokens_per_block;
   const int64_t end = min(first + a.tokens_per_block, static_cast<int64_t>(a.tokens));
-  if (blockIdx.x == 0 && threadIdx.x == 0)
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
     *a.pools.to_write<uint32_t>(a.weights.given, now) = a.gives_weights;
+    *a.tails_shares = TailsShares{};
+  }
   const uint8_t* rows = a.rows.own != nullptr ? a.rows.own : a.pools.to_write<uint8_t>(a.rows.outbox, now);
   const int64_t stride = a.rows.own != nullptr ? a.rows.own_stride : a.rows.row_bytes;
   if (a.send_exponents) {
@@ -297,6 +300,74 @@ struct Band {
   }
 };
 
+// A peer's tail, once it has been brought.
+__device__ __forceinline__ uint8_t* tail_of(const DeliverArguments& a, int32_t rank, int64_t token) {
+  const RouteMaps& m = a.maps;
+  return a.tails + (int64_t{place_among_others(rank, m.rank)} * m.tokens + token) * a.tail_bytes;
+}
+
+// A warp: the tails of some rows of peers, those that have slots here.
+__device__ __forceinline__ void copy_tails(const DeliverArguments& a, uint32_t now, uint32_t item) {
+  const RouteMaps& m = a.maps;
+  const uint32_t others = static_cast<uint32_t>(m.size - 1);
+  const uint8_t* from[kTailsOfAWarp];
+  uint8_t* to[kTailsOfAWarp];
+#pragma unroll
+  for (int i = 0; i < kTailsOfAWarp; ++i) {
+    const uint32_t row = item * kTailsOfAWarp + i;
+    const uint32_t token = row / others;  // ranks side by side, so that all links are in use
+    const int32_t rank = rank_among_others(static_cast<int32_t>(row - token * others), m.rank);
+    bool here = false;
+    if (token < static_cast<uint32_t>(m.tokens)) {
+      const int32_t* slots = m.row_slots + (static_cast<int64_t>(rank) * m.tokens + token) * m.top_k;
+      for (int k = lane_id(); k < m.top_k; k += kWarp) here |= slots[k] >= 0;
+    }
+    from[i] = nullptr;
+    if (!__any_sync(kAllLanes, here)) continue;
+    from[i] = row_of(a.pools, a.rows, rank, token, now) + a.operand.layout.payload_bytes;
+    to[i] = tail_of(a, rank, token);
+  }
+  for (int64_t at = lane_id() * 16; at < a.tail_bytes; at += kWarp * 16) {
+    uint4 v[kTailsOfAWarp];
+#pragma unroll
+    for (int i = 0; i < kTailsOfAWarp; ++i) {
+      if (from[i] != nullptr) v[i] = load_once(from[i] + at);
+    }
+#pragma unroll
+    for (int i = 0; i < kTailsOfAWarp; ++i) {
+      if (from[i] != nullptr) *reinterpret_cast<uint4*>(to[i] + at) = v[i];
+    }
+  }
+}
+
+// A block that needs tails: all are there when it returns. The blocks share the work; who has claimed a part of it runs and waits
+// for nobody before it is done, so waiting for the rest is safe whatever order blocks come in and whoever shares the GPU.
+__device__ __forceinline__ void bring_tails(const DeliverArguments& a, uint32_t now) {
+  constexpr uint32_t kShare = kWarps * kTailsOfAWarp;
+  const RouteMaps& m = a.maps;
+  const uint32_t shares =
+      (static_cast<uint32_t>(m.tokens) * static_cast<uint32_t>(m.size - 1) + kShare - 1) / kShare;
+  __shared__ uint32_t claimed;
+  while (true) {
+    if (threadIdx.x == 0) claimed = atomicAdd(&a.tails_shares->claimed, 1u);
+    __syncthreads();
+    const uint32_t share = claimed;
+    if (share >= shares) break;
+    copy_tails(a, now, share * kWarps + static_cast<uint32_t>(warp_id()));
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();
+      atomicAdd(&a.tails_shares->done, 1u);
+    }
+  }
+  if (threadIdx.x == 0) {
+    while (*static_cast<volatile const uint32_t*>(&a.tails_shares->done) < shares) {
+    }
+    __threadfence();
+  }
+  __syncthreads();
+}
+
 // A block: a part of a band's scales, requantised (NVFP4) and put into tiles.
 template <typename Format>
 __device__ __forceinline__ void make_band(const DeliverArguments& a, uint32_t now, const Band& band,
@@ -311,18 +382,20 @@ __device__ __forceinline__ void make_band(const DeliverArguments& a, uint32_t no
   const int rows = band.rows;
   // The exponent by the last warp, the rows by the first four, side by side.
   const int row_here = static_cast<int>(threadIdx.x);
-  const auto row_in = [&](int64_t slot) -> const uint8_t* {
+  const int64_t token_scale_at = o.layout.token_scale_offset - o.layout.payload_bytes;  // in a tail
+  const auto tail_in = [&](int64_t slot) -> const uint8_t* {
     const int64_t source = m.slot_source[slot];
     if (source < 0) return nullptr;
-    return row_of(a.pools, a.rows, static_cast<int32_t>(source >> 32), source & 0xFFFFFFFF, now);
+    const int32_t rank = static_cast<int32_t>(source >> 32);
+    const int64_t token = source & 0xFFFFFFFF;
+    if (a.tails != nullptr && rank != m.rank) return tail_of(a, rank, token);
+    return row_of(a.pools, a.rows, rank, token, now) + o.layout.payload_bytes;
   };
   float token_scale = 0.0f;
   if (row_here < rows) {
-    const uint8_t* row = row_in(band.first_slot + row_here);
-    scales_of[row_here] = row == nullptr ? nullptr : row + o.layout.payload_bytes;
-    if (kNvfp4 && row != nullptr) {
-      token_scale = *reinterpret_cast<const float*>(row + o.layout.token_scale_offset);
-    }
+    const uint8_t* tail = tail_in(band.first_slot + row_here);
+    scales_of[row_here] = tail;
+    if (kNvfp4 && tail != nullptr) token_scale = *reinterpret_cast<const float*>(tail + token_scale_at);
   }
   __syncthreads();
   // A warp's first patch, on its way while the exponent is found.
@@ -353,9 +426,8 @@ __device__ __forceinline__ void make_band(const DeliverArguments& a, uint32_t no
       uint32_t largest = exponent_of(token_scale);
       for (int64_t i = threadIdx.x; i < m.tokens_per_expert[band.expert]; i += kThreads) {
         if (i / kScaleTileRows == band.index) continue;
-        const uint8_t* row = row_in(m.row_offsets[band.expert] + i);
-        largest =
-            max(largest, exponent_of(*reinterpret_cast<const float*>(row + o.layout.token_scale_offset)));
+        const uint8_t* tail = tail_in(m.row_offsets[band.expert] + i);
+        largest = max(largest, exponent_of(*reinterpret_cast<const float*>(tail + token_scale_at)));
       }
       largest = block_max(largest, kWarps, exchange);
       if (threadIdx.x == 0) exponent = expert_exponent(a, band.expert, largest, band.index == 0 && part == 0);
@@ -406,6 +478,7 @@ __device__ __forceinline__ void deliver_scales(const DeliverArguments& a, uint32
       threadIdx.x == 0) {
     expert_exponent(a, band.expert, 0, true);
   }
+  if (a.tails != nullptr && band.rows > 0) bring_tails(a, now);
   while (band.rows > 0) {
     make_band<Format>(a, now, band, part);
     __syncthreads();
@@ -500,8 +573,11 @@ Status launch_publish(const PublishArguments& arguments, const LaunchContext& co
   PublishArguments a = arguments;
   LaunchShape shape;
   shape.threads = kThreads;
-  // Rows are copied by many blocks; exponents alone by few, and nothing by one.
-  const int64_t per_block = a.copy_rows ? kWarps : (a.send_exponents || a.send_weights ? kThreads : a.tokens);
+  // Rows are copied by many blocks, exponents gathered by a thread for each choice, weights sent by few, and nothing by one.
+  const int64_t per_block = a.copy_rows        ? kWarps
+                            : a.send_exponents ? kThreads / a.maps.top_k
+                            : a.send_weights   ? kThreads
+                                               : a.tokens;
   a.tokens_per_block = static_cast<int32_t>(
       std::max<int64_t>({1, per_block, (a.tokens + kMostPublishBlocks - 1) / kMostPublishBlocks}));
   shape.blocks = std::max<int64_t>(1, (a.tokens + a.tokens_per_block - 1) / a.tokens_per_block);

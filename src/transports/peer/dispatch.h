@@ -34,6 +34,11 @@ struct TravellingExponents {
   Area area;  // uint32 [num_experts]
 };
 
+// How far the blocks that bring tails have come: 0 before deliver.
+struct TailsShares {
+  uint32_t claimed, done;
+};
+
 struct PublishArguments {
   Pools pools;
   Meeting meeting;
@@ -49,6 +54,7 @@ struct PublishArguments {
   TravellingExponents exponents;
   bool send_exponents;
   int64_t token_scale_offset;
+  TailsShares* tails_shares;
   int32_t tokens_per_block;
   uint32_t* ticket;
 };
@@ -86,6 +92,11 @@ struct DeliverArguments {
   OperandScales operand;
   TravellingExponents exponents;
   bool exponents_travel;
+  // The tails of the peers' rows, what stands behind the payload. Bands read them slot by slot: over the links they come once.
+  uint8_t*
+      tails;  // [size - 1 (the other ranks), tokens] of tail_bytes; null: bands read the rows where they are
+  int64_t tail_bytes;
+  TailsShares* tails_shares;
   // Of the launch
   int32_t pieces, piece_chunks;  // that a row is moved in
   int32_t band_parts;            // blocks that share a band's scales

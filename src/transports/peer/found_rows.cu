@@ -19,8 +19,8 @@ constexpr int kWarps = kThreads / kWarp;
 // ---- where rows are -----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint8_t* copy_of(const FindRowsArguments& a, int32_t rank, int64_t token) {
-  const int64_t peer = rank - (rank > a.maps.rank);
-  return a.copies + (peer * a.maps.tokens + token) * a.rows.row_bytes;
+  return a.copies +
+         (int64_t{place_among_others(rank, a.maps.rank)} * a.maps.tokens + token) * a.rows.row_bytes;
 }
 
 // Of each expert here, in shared memory: where its slots begin, and its largest exponent.

@@ -11,8 +11,9 @@
 namespace nvte_ep {
 namespace {
 
-constexpr int64_t kSmallestPass = 512;  // bytes of a partial row's columns
 constexpr int32_t kRanksPerOutbox = 4;  // more of them make it larger: a compromise of memory and passes
+constexpr int64_t kSmallOutbox = int64_t{16} << 20;
+constexpr int64_t kLargestStep = 512;  // bytes of a partial row that has few columns, rounded up
 
 }  // namespace
 
@@ -29,7 +30,10 @@ PoolLayout::PoolLayout(const GroupSettings& s, int32_t size) {
   place(&indices, choices * 4);
   place(&histograms, prepare_chunks(tokens) * int64_t{s.num_experts} * 4);
   place(&inbox, prepare_inbox_bytes(size, s.max_tokens_per_rank, s.max_top_k));
-  place(&outbox, tokens * std::max(row * std::max(1, size / kRanksPerOutbox), (size - 1) * kSmallestPass));
+  // Partial rows: all of them where that is little, and those of one token at least, of any type.
+  const int64_t partial_rows = std::min((size - 1) * tokens * row, kSmallOutbox);
+  const int64_t least = (size - 1) * std::max(2 * row, kLargestStep);
+  place(&outbox, std::max({tokens * row * std::max(1, size / kRanksPerOutbox), partial_rows, least}));
   place(&weights.area, choices * 4);
   place(&weights.given, 4);
   place(&gradients.area, (size - 1) * choices * 4);

@@ -19,7 +19,7 @@ namespace nvte_ep {
 // How every rank's pool is divided: the flags of the meetings, then areas with two copies each.
 struct PoolLayout {
   Area indices, histograms, inbox;  // of prepare; peers write the last one
-  Area outbox;  // rows of dispatch; partial rows of combine, in passes of columns where they do not fit
+  Area outbox;  // rows of dispatch; partial rows of combine, in passes of tokens where they do not fit
   TravellingValues weights;    // with dispatch
   TravellingValues gradients;  // of weights, with dispatch_backward
   TravellingExponents exponents;

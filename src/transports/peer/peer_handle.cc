@@ -16,12 +16,12 @@
 //   prepare            publish indices and meet | scan | assign                   a few tokens: one launch
 //   dispatch           pack | publish and meet | deliver                          pack only where rows are not packed yet
 //   with columns       pack | publish and meet | find rows, exponents | copy peers' rows | tiles (of direct receive)
-//   combine            partial rows and meet | sum, beside it partial rows and meet | .. | sum       passes of columns
+//   combine            partial rows and meet | sum, beside it partial rows and meet | .. | sum       passes of tokens
 namespace nvte_ep {
 namespace {
 
-// Partial rows of so many bytes: one half of the columns is summed and sent while the other is on the links.
-constexpr int64_t kWorthTwoPasses = int64_t{8} << 20;
+// Partial rows of so many bytes: one half is made while the other is on the links.
+constexpr int64_t kWorthTwoPasses = int64_t{24} << 20;
 
 bool is_aligned(const void* pointer, int64_t stride_bytes) {
   return (reinterpret_cast<uintptr_t>(pointer) | static_cast<uintptr_t>(stride_bytes)) % 16 == 0;
@@ -78,6 +78,7 @@ class PeerHandle : public HandleTransport {
                  {pointer(&exponents_), experts * 2},
                  {pointer(&exponent_sums_), experts * 4},
                  {pointer(&peer_rows_), (m.size - 1) * int64_t{m.tokens} * largest_operand_row()},
+                 {pointer(&tails_shares_), sizeof(TailsShares)},
                  {pointer(&starts_), chunks * m.size * m.num_experts * 4},
                  {pointer(&totals_), m.num_experts * int64_t{4}}};
     int64_t total = 0;
@@ -219,19 +220,19 @@ class PeerHandle : public HandleTransport {
     a.ticket = group_->ticket();
     a.meeting = group_->meeting(
         signature_of(call.backward ? PeerCall::kDispatchBackward : PeerCall::kCombine, settings_.id, dtype));
-    const int32_t all = static_cast<int32_t>(member_->settings.hidden * dtype_bytes(dtype) / 16);
-    const int32_t pass = maps_.size == 1 ? all : chunks_of_a_pass(dtype, a.mxfp8, all);
-    const auto columns_from = [&](int32_t first) {
-      Columns columns;
-      columns.first_chunk = first;
-      columns.chunks = std::max(0, std::min(pass, all - first));
-      return columns;
+    a.chunks = static_cast<int32_t>(member_->settings.hidden * dtype_bytes(dtype) / 16);
+    const int32_t pass = maps_.size == 1 ? maps_.tokens : tokens_of_a_pass(dtype, a.mxfp8);
+    const auto tokens_from = [&](int32_t first) {
+      TokenRange tokens;
+      tokens.first = first;
+      tokens.count = std::max(0, std::min(pass, maps_.tokens - first));
+      return tokens;
     };
     return group_->launch(stream, [&](const LaunchContext& c) {
-      if (maps_.size > 1) NVTE_EP_TRY(launch_combine(dtype, a, Columns(), columns_from(0), c));
-      for (int32_t first = 0; first < all; first += pass) {
-        const Columns next = maps_.size > 1 ? columns_from(first + pass) : Columns();
-        NVTE_EP_TRY(launch_combine(dtype, a, columns_from(first), next, c));
+      if (maps_.size > 1) NVTE_EP_TRY(launch_combine(dtype, a, TokenRange(), tokens_from(0), c));
+      for (int32_t first = 0; first < maps_.tokens; first += pass) {
+        const TokenRange next = maps_.size > 1 ? tokens_from(first + pass) : TokenRange();
+        NVTE_EP_TRY(launch_combine(dtype, a, tokens_from(first), next, c));
       }
       return Status();
     });
@@ -314,6 +315,7 @@ class PeerHandle : public HandleTransport {
     if (maps_.size == 1 && !a.send_exponents) return Status();  // nobody to tell, nothing to wait for
     a.token_scale_offset = layout.token_scale_offset;
     a.ticket = group_->ticket();
+    a.tails_shares = tails_shares_;
     return group_->launch(stream, [&](const LaunchContext& c) { return launch_publish(a, c); });
   }
 
@@ -342,6 +344,9 @@ class PeerHandle : public HandleTransport {
     a->chunks = static_cast<int32_t>(layout.payload_bytes / 16);
     a->exponents = group_->layout().exponents;
     a->exponents_travel = !few_rows(maps_);
+    if (maps_.size > 1 && !few_rows(maps_)) a->tails = peer_rows_;
+    a->tail_bytes = layout.row_bytes - layout.payload_bytes;
+    a->tails_shares = tails_shares_;
     OperandScales& o = a->operand;
     o.scales = operand.scales;
     o.linear = operand.shape.linear_scales;
@@ -401,17 +406,12 @@ class PeerHandle : public HandleTransport {
     x->findings = call.options.findings;
   }
 
-  // Columns are given back in passes whose partial rows fit the outbox.
-  int32_t chunks_of_a_pass(DType dtype, bool mxfp8, int32_t all) const {
-    const int64_t rows = static_cast<int64_t>(maps_.size - 1) * maps_.tokens;
-    const auto bytes_of = [&](int32_t chunks) { return rows * partial_row_bytes(dtype, mxfp8, chunks); };
-    int32_t passes = bytes_of(all) >= kWorthTwoPasses ? 2 : 1;
-    int32_t chunks = all;
-    for (; passes > 1 || bytes_of(chunks) > group_->layout().outbox.bytes; ++passes) {
-      chunks = static_cast<int32_t>(round_up((all + passes - 1) / passes, 32));
-      if (bytes_of(chunks) <= group_->layout().outbox.bytes) break;
-    }
-    return std::min(chunks, all);
+  // Tokens are given back in passes whose partial rows fit the outbox, the same on every rank.
+  int32_t tokens_of_a_pass(DType dtype, bool mxfp8) const {
+    const int64_t of_a_token = (maps_.size - 1) * partial_row_bytes(dtype, mxfp8, member_->settings.hidden);
+    const int64_t passes = of_a_token * maps_.tokens >= kWorthTwoPasses ? 2 : 1;
+    const int64_t most = group_->layout().outbox.bytes / of_a_token;
+    return static_cast<int32_t>(std::min(most, (maps_.tokens + passes - 1) / passes));
   }
 
   // Eager: the host learns the number of slots.
@@ -445,7 +445,9 @@ class PeerHandle : public HandleTransport {
   RouteMaps maps_;
   const uint8_t** found_rows_ = nullptr;
   uint8_t* zero_row_ = nullptr;
-  uint8_t* peer_rows_ = nullptr;  // copies of the peers' rows, for operands with columns
+  uint8_t* peer_rows_ =
+      nullptr;  // copies of the peers' rows for operands with columns, of their tails for others
+  TailsShares* tails_shares_ = nullptr;
   uint8_t* exponents_ = nullptr;
   uint32_t* exponent_sums_ = nullptr;
   int32_t* starts_ = nullptr;

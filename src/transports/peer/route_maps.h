@@ -37,6 +37,14 @@ struct RouteMaps {
   NVTE_EP_HD int64_t choices() const { return static_cast<int64_t>(tokens) * top_k; }
 };
 
+// Where a rank's part lies among those of all ranks but one, and the rank whose part lies there.
+NVTE_EP_HD int32_t place_among_others(int32_t rank, int32_t without) {
+  return rank < without ? rank : rank - 1;
+}
+NVTE_EP_HD int32_t rank_among_others(int32_t place, int32_t without) {
+  return place < without ? place : place + 1;
+}
+
 }  // namespace nvte_ep
 
 #endif  // NVTE_EP_TRANSPORTS_PEER_ROUTE_MAPS_H_
