@@ -22,9 +22,11 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksOfASm = 4;                         // registers allow no more
 constexpr int kStageBytes = kMostSources * kStepBytes;  // of a step
-constexpr int kRingBytes = kSteps * kStageBytes;        // of a warp
 constexpr int kSlotsInFlight = 4;                       // of those that do not go through shared memory
 constexpr int64_t kItemsOfAWarp = 8;                    // at least, where there are many rows
+// Steps of a warp's ring. The deeper one has more on its way; the shorter one gives small batches more items, for more warps.
+constexpr int kManySteps = 3;
+constexpr int kFewSteps = 2;
 
 template <typename Token>
 __device__ __forceinline__ void add(const Elements<Token>& e, Elements<Token>* sum) {
@@ -40,7 +42,7 @@ __device__ __forceinline__ void add_weighted(Elements<Token> e, float weight, El
 
 // Chunks from the lane's in a block's first step to the row's end.
 __device__ __forceinline__ int chunks_left(const Work& w, const Place& item) {
-  return w.c.chunks - item.block * kBlockChunks - lane_id();
+  return w.c.chunks - item.step * kStepChunks - lane_id();
 }
 
 // ---- partial rows -----------------------------------------------------------------------------------------------------
@@ -89,12 +91,11 @@ template <typename Token, bool kMxfp8>
 __device__ __forceinline__ uint8_t* place_of(const Work& w, const Place& item, uint32_t now) {
   const CombineArguments& c = w.c;
   if (item.is_sum) {
-    return c.result + item.token * c.result_stride +
-           (static_cast<int64_t>(item.block) * kBlockChunks + lane_id()) * 16;
+    return c.result + item.token * c.result_stride + int64_t{item.step} * kStepBytes + lane_id() * 16;
   }
   const int64_t row = outbox_row(w.partials.tokens, item.rank, c.maps.rank, item.token);
   return c.pools.to_write<uint8_t>(c.outbox, now) + row * w.partial_bytes +
-         static_cast<int64_t>(item.block) * kSteps * kPartialStepBytes<Token, kMxfp8>;
+         int64_t{item.step} * kPartialStepBytes<Token, kMxfp8>;
 }
 
 template <typename Token>
@@ -130,7 +131,7 @@ __device__ __forceinline__ void ask_for_step(const Item& item, const Sources& so
   }
 }
 
-template <typename Token, bool kMxfp8>
+template <typename Token, bool kMxfp8, int kSteps>
 __device__ __forceinline__ void go_on(const Item& item, Sources* sources) {
 #pragma unroll
   for (int s = 0; s < kMostSources; ++s) {
@@ -187,7 +188,7 @@ __device__ __forceinline__ Elements<Token> add_staged_partials(const Item& item,
   return sum;
 }
 
-template <typename Token, bool kMxfp8>
+template <typename Token, bool kMxfp8, int kSteps>
 __global__ void __launch_bounds__(kThreads, kBlocksOfASm) combine_rows(const __grid_constant__ Work w) {
   extern __shared__ __align__(128) uint8_t rings[];
   wait_for_kernel_before();
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfASm) combine_rows(const __g
   if (!meets) let_next_kernel_start();
   const uint32_t now = *w.c.pools.epoch;
   if (blockIdx.x == 0 && threadIdx.x == 0) tell_given(w, now);
-  const uint8_t* ring = rings + warp_id() * kRingBytes;
+  const uint8_t* ring = rings + warp_id() * kSteps * kStageBytes;
   const uint32_t lane_ring = shared_address(ring) + lane_id() * 16;
   Share share = share_of(w);
   Coming coming;
@@ -204,9 +205,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfASm) combine_rows(const __g
   Sources sources;
   const auto advance = [&] {
     if (asked.blocks > 1) {
-      ++asked.block;
+      asked.step += kSteps;
       --asked.blocks;
-      go_on<Token, kMxfp8>(asked, &sources);
+      go_on<Token, kMxfp8, kSteps>(asked, &sources);
       return true;
     }
     while (share.next < share.end) {
@@ -321,11 +322,11 @@ __global__ void __launch_bounds__(kThreads) combine_rows_unstaged(const __grid_c
     for (int k = lane_id(); k < m.top_k; k += kWarp) any |= slots[k] >= 0;
     if (!__any_sync(kAllLanes, any)) continue;
     move_values(w, now, item);
-    for (; item.blocks > 0; ++item.block, --item.blocks) {
+    for (; item.blocks > 0; item.step += w.block_steps, --item.blocks) {
       uint8_t* to = place_of<Token, kMxfp8>(w, item, now);
-      for (int k = 0; k < kSteps; ++k) {
+      for (int k = 0; k < w.block_steps; ++k) {
         const bool live = k * kStepChunks < chunks_left(w, item);
-        const int64_t chunk = static_cast<int64_t>(item.block) * kBlockChunks + k * kStepChunks + lane_id();
+        const int64_t chunk = int64_t{item.step + k} * kStepChunks + lane_id();
         Elements<Token> own;
         clear(&own);
         for (int first = 0; first < m.top_k; first += kWarp) {
@@ -388,7 +389,11 @@ Status launch_combine(DType dtype, const CombineArguments& c, const TokenRange& 
   w.c = c;
   const int sms = context.max_sms > 0 ? context.max_sms : context.sms;
   const int64_t warps = sms * int64_t{kBlocksOfASm * kWarps};
-  w.row_blocks = (c.chunks + kBlockChunks - 1) / kBlockChunks;
+  const int32_t row_steps = (c.chunks + kStepChunks - 1) / kStepChunks;
+  const int64_t rows = std::max<int64_t>(c.tokens, static_cast<int64_t>(m.size - 1) * partials.count);
+  const bool few = rows * row_steps <= warps * 2 * kManySteps;
+  w.block_steps = few ? kFewSteps : kManySteps;
+  w.row_blocks = (row_steps + w.block_steps - 1) / w.block_steps;
   w.partial_bytes = partial_row_bytes(dtype, c.mxfp8, c.chunks * int64_t{16} / dtype_bytes(dtype));
   const int32_t own = std::max(0, std::min(sums.count, c.tokens - sums.first));  // that this rank has
   w.sums = pass_of(sums, own, w.row_blocks, warps);
@@ -403,12 +408,16 @@ Status launch_combine(DType dtype, const CombineArguments& c, const TokenRange& 
   shape.blocks = static_cast<int64_t>((items + kWarps - 1) / kWarps);
   shape.bounded = true;
   shape.overlaps = true;
-  shape.shared_bytes = staged ? kWarps * kRingBytes : 0;
+  shape.shared_bytes = staged ? kWarps * w.block_steps * kStageBytes : 0;
   return with_token(dtype, [&](auto token) {
     using Token = decltype(token);
+    if (staged && few) {
+      return c.mxfp8 ? launch_kernel<combine_rows<Token, true, kFewSteps>>("combine", context, shape, w)
+                     : launch_kernel<combine_rows<Token, false, kFewSteps>>("combine", context, shape, w);
+    }
     if (staged) {
-      return c.mxfp8 ? launch_kernel<combine_rows<Token, true>>("combine", context, shape, w)
-                     : launch_kernel<combine_rows<Token, false>>("combine", context, shape, w);
+      return c.mxfp8 ? launch_kernel<combine_rows<Token, true, kManySteps>>("combine", context, shape, w)
+                     : launch_kernel<combine_rows<Token, false, kManySteps>>("combine", context, shape, w);
     }
     return c.mxfp8 ? launch_kernel<combine_rows_unstaged<Token, true>>("combine", context, shape, w)
                    : launch_kernel<combine_rows_unstaged<Token, false>>("combine", context, shape, w);

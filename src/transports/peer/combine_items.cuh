@@ -10,11 +10,9 @@
 
 namespace nvte_ep {
 
-// A step: the chunks of 16 bytes that a warp sums at a time. A block: the steps that are in shared memory.
+// A step: the chunks of 16 bytes that a warp sums at a time. A block: the steps that a warp's ring in shared memory holds.
 constexpr int kStepChunks = device::kWarp;
 constexpr int kStepBytes = kStepChunks * 16;
-constexpr int kSteps = 3;
-constexpr int kBlockChunks = kSteps * kStepChunks;
 constexpr int kMostSources = 8;  // of a token, that go through shared memory
 
 // A step of a partial row in MXFP8: codes | scales.
@@ -33,6 +31,7 @@ struct Pass {
 };
 struct Work {
   CombineArguments c;
+  int32_t block_steps;
   int32_t row_blocks;
   int64_t partial_bytes;  // of a row
   Pass sums;              // of this rank's tokens
@@ -44,10 +43,10 @@ struct Place {
   bool is_sum;   // else a partial row
   int32_t rank;  // whose token it is
   int32_t token;
-  int32_t block,
-      blocks;  // the next block of the row, and how many from it on; none: the token has no slot here
+  int32_t step;    // the first one of the next block
+  int32_t blocks;  // of the row, from it on; none: the token has no slot here
 
-  __device__ __forceinline__ bool begins_row() const { return block == 0; }
+  __device__ __forceinline__ bool begins_row() const { return step == 0; }
 };
 // What is read of the routing, early: it takes long to come.
 struct Coming : Place {
@@ -84,7 +83,7 @@ __device__ __forceinline__ const uint8_t* partial_row(const Work& w, uint32_t no
                                                       const Place& item) {
   const int64_t row = outbox_row(w.sums.tokens, w.c.maps.rank, holder, item.token);
   return w.c.pools.to_read<uint8_t>(w.c.outbox, holder, now) + row * w.partial_bytes +
-         static_cast<int64_t>(item.block) * kSteps * kPartialStepBytes<Token, kMxfp8>;
+         int64_t{item.step} * kPartialStepBytes<Token, kMxfp8>;
 }
 
 // The items of a warp, all of one kind. Where there are both, every other warp makes partial rows: one that made both in turn
@@ -110,8 +109,9 @@ __device__ __forceinline__ Coming look_at(const Work& w, const Share& share) {
   const uint32_t stretches = item.is_sum ? w.sums.stretches : w.partials.stretches;
   const uint32_t row = index / stretches;
   const int32_t blocks = item.is_sum ? w.sums.blocks : w.partials.blocks;
-  item.block = static_cast<int32_t>(index - row * stretches) * blocks;
-  item.blocks = min(blocks, w.row_blocks - item.block);
+  const int32_t block = static_cast<int32_t>(index - row * stretches) * blocks;
+  item.step = block * w.block_steps;
+  item.blocks = min(blocks, w.row_blocks - block);
   item.token = static_cast<int32_t>(row);
   item.rank = m.rank;
   if (!item.is_sum) {  // ranks side by side
@@ -140,8 +140,7 @@ __device__ __forceinline__ void open_item(const Work& w, const Coming& coming, u
   item->before = 0;
   if (!item->is_sum && item->slots == 0) item->blocks = 0;
   item->weight = c.slot_weights != nullptr && coming.slot >= 0 ? c.slot_weights[coming.slot] : 1.0f;
-  const uint8_t* lane_slots =
-      c.slots + (static_cast<int64_t>(item->block) * kBlockChunks + device::lane_id()) * 16;
+  const uint8_t* lane_slots = c.slots + int64_t{item->step} * kStepBytes + device::lane_id() * 16;
   unsigned left = item->choices;
 #pragma unroll
   for (int s = 0; s < kMostSources; ++s) {

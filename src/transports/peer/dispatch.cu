@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads) publish_rows(const PublishArguments 
   const int64_t end = min(first + a.tokens_per_block, static_cast<int64_t>(a.tokens));
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     *a.pools.to_write<uint32_t>(a.weights.given, now) = a.gives_weights;
-    *a.tails_shares = TailsShares{};
+    if (a.tails_shares != nullptr) *a.tails_shares = TailsShares{};
   }
   const uint8_t* rows = a.rows.own != nullptr ? a.rows.own : a.pools.to_write<uint8_t>(a.rows.outbox, now);
   const int64_t stride = a.rows.own != nullptr ? a.rows.own_stride : a.rows.row_bytes;
@@ -369,7 +369,7 @@ __device__ __forceinline__ void bring_tails(const DeliverArguments& a, uint32_t 
 }
 
 // A block: a part of a band's scales, requantised (NVFP4) and put into tiles.
-template <typename Format>
+template <typename Format, bool kTails>
 __device__ __forceinline__ void make_band(const DeliverArguments& a, uint32_t now, const Band& band,
                                           int part) {
   constexpr bool kNvfp4 = std::is_same_v<Format, Nvfp4>;
@@ -388,7 +388,7 @@ __device__ __forceinline__ void make_band(const DeliverArguments& a, uint32_t no
     if (source < 0) return nullptr;
     const int32_t rank = static_cast<int32_t>(source >> 32);
     const int64_t token = source & 0xFFFFFFFF;
-    if (a.tails != nullptr && rank != m.rank) return tail_of(a, rank, token);
+    if (kTails && rank != m.rank) return tail_of(a, rank, token);
     return row_of(a.pools, a.rows, rank, token, now) + o.layout.payload_bytes;
   };
   float token_scale = 0.0f;
@@ -469,7 +469,7 @@ __device__ __forceinline__ void make_band(const DeliverArguments& a, uint32_t no
 }
 
 // A block: its part of the scales of an expert, or where there are many rows of a band.
-template <typename Format>
+template <typename Format, bool kTails>
 __device__ __forceinline__ void deliver_scales(const DeliverArguments& a, uint32_t now, int64_t item,
                                                int part) {
   const RouteMaps& m = a.maps;
@@ -478,9 +478,9 @@ __device__ __forceinline__ void deliver_scales(const DeliverArguments& a, uint32
       threadIdx.x == 0) {
     expert_exponent(a, band.expert, 0, true);
   }
-  if (a.tails != nullptr && band.rows > 0) bring_tails(a, now);
+  if (kTails && band.rows > 0) bring_tails(a, now);
   while (band.rows > 0) {
-    make_band<Format>(a, now, band, part);
+    make_band<Format, kTails>(a, now, band, part);
     __syncthreads();
     if (a.exponents_travel) break;
     band.go_to(m, band.index + 1);
@@ -502,7 +502,8 @@ __device__ void tell_missing(const DeliverArguments& a, uint32_t now) {
 
 struct NoScales {};
 
-template <typename Form, typename Scales>
+// kTails: bands take the peers' tails from copies.
+template <typename Form, typename Scales, bool kTails>
 __global__ void __launch_bounds__(kThreads, 4) deliver(const DeliverArguments a) {
   wait_for_kernel_before();
   let_next_kernel_start();
@@ -520,7 +521,7 @@ __global__ void __launch_bounds__(kThreads, 4) deliver(const DeliverArguments a)
     const int64_t item = (block - a.band_blocks) * kWarps + warp_id();
     if (block < a.band_blocks) {  // first: they wait for memory, and the others fill the time
       if constexpr (!std::is_same_v<Scales, NoScales>) {
-        deliver_scales<Scales>(a, now, block / a.band_parts, static_cast<int>(block % a.band_parts));
+        deliver_scales<Scales, kTails>(a, now, block / a.band_parts, static_cast<int>(block % a.band_parts));
       }
     } else if (block - a.band_blocks < a.copy_blocks) {
       deliver_piece<Form>(a, now, item);
@@ -530,7 +531,7 @@ __global__ void __launch_bounds__(kThreads, 4) deliver(const DeliverArguments a)
   }
 }
 
-template <typename Form, typename Scales>
+template <typename Form, typename Scales, bool kTails = false>
 Status launch(DeliverArguments a, const LaunchContext& context) {
   const RouteMaps& m = a.maps;
   const bool moves = a.out != nullptr || a.out_weights != nullptr;
@@ -550,7 +551,7 @@ Status launch(DeliverArguments a, const LaunchContext& context) {
   shape.blocks = std::max<int64_t>(1, a.blocks);
   shape.bounded = true;
   shape.overlaps = true;
-  return launch_kernel<deliver<Form, Scales>>("deliver", context, shape, a);
+  return launch_kernel<deliver<Form, Scales, kTails>>("deliver", context, shape, a);
 }
 
 template <typename Format>
@@ -593,6 +594,10 @@ Status launch_publish(const PublishArguments& arguments, const LaunchContext& co
 Status launch_deliver(SlotForm form, int32_t format, DType dtype, const DeliverArguments& a,
                       const LaunchContext& context) {
   if (form == SlotForm::kBytes) return launch<SameBytes, NoScales>(a, context);
+  if (form == SlotForm::kOperand && a.tails != nullptr) {
+    return format == NVTE_EP_FORMAT_NVFP4 ? launch<SameBytes, Nvfp4, true>(a, context)
+                                          : launch<SameBytes, Mxfp8, true>(a, context);
+  }
   if (form == SlotForm::kOperand) {
     return format == NVTE_EP_FORMAT_NVFP4 ? launch<SameBytes, Nvfp4>(a, context)
                                           : launch<SameBytes, Mxfp8>(a, context);

@@ -54,7 +54,7 @@ struct PublishArguments {
   TravellingExponents exponents;
   bool send_exponents;
   int64_t token_scale_offset;
-  TailsShares* tails_shares;
+  TailsShares* tails_shares;  // null: deliver brings none
   int32_t tokens_per_block;
   uint32_t* ticket;
 };

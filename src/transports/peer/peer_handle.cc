@@ -258,6 +258,9 @@ class PeerHandle : public HandleTransport {
     return bytes;
   }
 
+  // Of few rows bands read the tails where they are.
+  bool brings_tails() const { return maps_.size > 1 && !few_rows(maps_); }
+
   static bool wants_columns(const OperandView& o) {
     return o.columnwise() || o.columnwise_amax != nullptr || o.columnwise_expert_scale != nullptr;
   }
@@ -315,7 +318,7 @@ class PeerHandle : public HandleTransport {
     if (maps_.size == 1 && !a.send_exponents) return Status();  // nobody to tell, nothing to wait for
     a.token_scale_offset = layout.token_scale_offset;
     a.ticket = group_->ticket();
-    a.tails_shares = tails_shares_;
+    a.tails_shares = brings_tails() ? tails_shares_ : nullptr;
     return group_->launch(stream, [&](const LaunchContext& c) { return launch_publish(a, c); });
   }
 
@@ -344,7 +347,7 @@ class PeerHandle : public HandleTransport {
     a->chunks = static_cast<int32_t>(layout.payload_bytes / 16);
     a->exponents = group_->layout().exponents;
     a->exponents_travel = !few_rows(maps_);
-    if (maps_.size > 1 && !few_rows(maps_)) a->tails = peer_rows_;
+    a->tails = brings_tails() ? peer_rows_ : nullptr;
     a->tail_bytes = layout.row_bytes - layout.payload_bytes;
     a->tails_shares = tails_shares_;
     OperandScales& o = a->operand;
