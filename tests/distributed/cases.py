@@ -292,6 +292,8 @@ CASES = [
     *(Case(f"odd_{tokens}", tokens=tokens, hidden=32, **_NVFP4) for tokens in (1, 2, 3, 31, 33, 63, 65, 127)),
     Case("many_tokens_of_one_rank", ranks=1, tokens=65536, top_k=1, hidden=16, routing="skewed", **_NVFP4),
     Case("many_tokens_mxfp8", tokens=(1500, 701), hidden=96, experts=16, top_k=4, **_MXFP8),
+    Case("many_tokens_nvfp4", ranks=3, tokens=(513, 0, 401), hidden=96, experts=12, top_k=4, **_NVFP4),
+    Case("many_tokens_columns", tokens=(700, 601), hidden=288, alignment=32, **_MXFP8),
     Case("odd_8191", tokens=(8191, 4095), hidden=16, dispatch="nvfp4", alignment=128),
     # What is received
     Case("one_receives_nothing", tokens=64, routing="rank_0_only", **_NVFP4),

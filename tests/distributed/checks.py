@@ -16,9 +16,8 @@ from distributed.steps import (
     RNG_STATE,
     Guarded,
     Step,
-    has_columnwise,
-    has_operand,
     is_untouched,
+    operands,
     row_bytes,
 )
 from distributed.transports import Transport
@@ -67,12 +66,11 @@ def unpack(format: str, rows: Array, hidden: int, dtype: str) -> Array:
 
 
 def direct_receive(
-    format: str, case: Case, rank: int, slots: int, rows: Array, options: dict[str, Any]
+    format: str, case: Case, rank: int, columnwise: bool, rows: Array, options: dict[str, Any]
 ) -> Array:
     """The whole operand buffer that direct_receive makes of received rows, in a buffer like that of the
     step."""
-    columnwise = has_columnwise(format, case.alignment)
-    experts = case.experts_per_rank
+    experts, slots = case.experts_per_rank, case.slots_of(rank)
     layout = nvte_ep.operand_layout(
         format, case.hidden, slots, experts, alignment=case.alignment, columnwise=columnwise
     )
@@ -110,10 +108,11 @@ def check_received(
     assert got["decoded"][:total].tobytes() == decoded.tobytes(), "decoded"
     assert is_untouched(got["decoded"][total:])
 
-    assert ("operand" in got) == has_operand(format, case.hidden)
-    if "operand" in got:
-        whole = direct_receive(format, case, rank, case.slots_of(rank), got["rows"], operand_options)
-        np.testing.assert_array_equal(got["operand"], whole, "operand")
+    kinds = operands(format, case)
+    assert {name for name in got if "operand" in name} == kinds.keys()
+    for name, columnwise in kinds.items():
+        whole = direct_receive(format, case, rank, columnwise, got["rows"], operand_options)
+        np.testing.assert_array_equal(got[name], whole, name)
 
 
 # Half of the last place of a number, relative to it.

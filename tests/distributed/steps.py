@@ -83,6 +83,14 @@ def has_columnwise(format: str, alignment: int) -> bool:
     return alignment >= BLOCK[format] > 0
 
 
+def operands(format: str, case: Case) -> dict[str, bool]:
+    """The operands that a direction of a case can be received as, by name: whether they have columns."""
+    if not has_operand(format, case.hidden):
+        return {}
+    columnwise = has_columnwise(format, case.alignment)
+    return {"operand": columnwise} | ({"rowwise operand": False} if columnwise else {})
+
+
 def group_settings(case: Case) -> dict[str, Any]:
     return {
         "num_experts": case.experts,
@@ -153,7 +161,7 @@ def step_on(rank: Rank, handle: Handle, case: Case) -> Step:
 
 
 def _receive(handle: Handle, case: Case, direction: str, source: Array, **options: Any) -> dict[str, Array]:
-    """By receive kind: rows, decoded, and for formats that have one the operand, its whole buffer."""
+    """By receive kind: rows, decoded, and for formats that have them the operands, their whole buffers."""
     send = getattr(handle, direction)
     format = handle.formats[direction]
     got = {}
@@ -163,10 +171,10 @@ def _receive(handle: Handle, case: Case, direction: str, source: Array, **option
     decoded = Guarded((handle.slots, case.hidden), DTYPES[case.dtype])
     send(source, receive="decoded", out=decoded.inside, dtype=case.dtype, **options)
     got["decoded"] = decoded.check("decoded")
-    if has_operand(format, case.hidden):
-        operand, buffer = guarded_operand(handle, direction, has_columnwise(format, case.alignment))
+    for name, columnwise in operands(format, case).items():
+        operand, buffer = guarded_operand(handle, direction, columnwise)
         send(source, receive="operand", out=operand, **options)
-        got["operand"] = buffer.check("operand")
+        got[name] = buffer.check(name)
     return got
 
 
