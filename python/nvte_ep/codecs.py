@@ -16,7 +16,7 @@ from nvte_ep import _abi, _lib
 from nvte_ep._call import Call, float_type, integer, pointer, storage_name
 from nvte_ep._dlpack import View
 from nvte_ep.errors import invalid
-from nvte_ep.formats import lookup, row_bytes
+from nvte_ep.formats import FormatInfo, lookup, row_bytes
 from nvte_ep.operand import Operand
 
 __all__ = [
@@ -75,11 +75,22 @@ def _options(
     )
 
 
+def _tokens_of(format: str, call: Call, source: View) -> tuple[FormatInfo, int, int]:
+    """The format, T and H of [T, H], before an output is made for them."""
+    info = lookup(call.function, "format", format)
+    count, hidden = call.matrix("tokens", source)
+    if hidden <= 0 or hidden % info.hidden_multiple:
+        raise invalid(
+            call.function, "tokens", f"[T, H], H a multiple of {info.hidden_multiple}", f"H = {hidden}"
+        )
+    return info, count, hidden
+
+
 def _pack(format: str, tokens: Any, out: Any, dtype: Any, stream: Any, **options: Any) -> Any:
     call = Call(f"nvte_ep_{format}_pack", {"tokens": tokens, "out": out}, stream)
     source = call.typed("tokens", tokens, dtype)
-    count, hidden = call.matrix("tokens", source)
     if out is None:
+        _, count, hidden = _tokens_of(format, call, source)
         out = call.new("out", (count, row_bytes(format, hidden)), "uint8")
     rows = call.write("out", out, as_bytes=True)
     call.run(pointer(source), pointer(rows), _options(call, **options))
@@ -110,12 +121,7 @@ def _unpack(format: str, rows: Any, hidden: int, out: Any, dtype: Any, stream: A
 
 
 def _quantized_shapes(format: str, call: Call, source: View) -> tuple[tuple[int, int], tuple[int, int]]:
-    info = lookup(call.function, "format", format)
-    count, hidden = call.matrix("tokens", source)
-    if hidden <= 0 or hidden % info.hidden_multiple:
-        raise invalid(
-            call.function, "tokens", f"[T, H], H a multiple of {info.hidden_multiple}", f"H = {hidden}"
-        )
+    info, count, hidden = _tokens_of(format, call, source)
     return (count, hidden * info.payload_bits // 8), (count, hidden // info.block)
 
 

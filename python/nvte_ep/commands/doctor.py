@@ -87,6 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 # ---- the library ---------------------------------------------------------------------------------
 
+REBUILD = (
+    "only for GPUs: build where nvcc is on PATH (or CUDACXX names it), or with -DNVTE_EP_CUDA=ON, which says "
+    "what is missing; pip: SKBUILD_CMAKE_DEFINE=NVTE_EP_CUDA=ON pip install ."
+)
+
 
 def examine_library() -> list[Finding]:
     remedy = "pip install . in the source tree, or build the library and set NVTE_EP_LIBRARY to libnvte_ep.so"
@@ -103,7 +108,9 @@ def examine_library() -> list[Finding]:
             if entry.get("available"):
                 found.append(Finding(name, OK, "available"))
             else:
-                found.append(Finding(name, ABSENT, entry.get("reason", "no reason given")))
+                reason = entry.get("reason", "no reason given")
+                built_without = name == "backend cuda" and reason.startswith("this build")
+                found.append(Finding(name, ABSENT, reason, REBUILD if built_without else ""))
     return found
 
 

@@ -310,23 +310,30 @@ def _expected(
 
 
 def _group_memory(setting: Setting, capacity: int) -> dict[str, Any]:
-    """What the library says a group of these settings would hold; "error" where it cannot say."""
+    """What the library says a group of these settings would hold: of `peer` where there is a GPU to ask for,
+    else of `threads`, which has no pool; "error" where it cannot say."""
     cluster = setting.cluster
     comm = Communicator("threads", cluster.ranks, 0, unique_id("threads"))
+    answer: dict[str, Any] = {}
     try:
-        memory = Group.memory(
-            comm,
-            num_experts=cluster.experts,
-            hidden=setting.hidden,
-            max_tokens_per_rank=cluster.tokens,
-            max_top_k=cluster.top_k,
-            recv_capacity=capacity,
-        )
-    except NvteEpError as error:
-        return {"transport": "threads", "error": str(error)}
+        for transport, device in (("peer", "cuda:0"), ("threads", "cpu")):
+            try:
+                memory = Group.memory(
+                    comm,
+                    transport=transport,
+                    device=device,
+                    num_experts=cluster.experts,
+                    hidden=setting.hidden,
+                    max_tokens_per_rank=cluster.tokens,
+                    max_top_k=cluster.top_k,
+                    recv_capacity=capacity,
+                )
+                return {"transport": transport} | asdict(memory)
+            except NvteEpError as error:
+                answer = {"transport": transport, "error": str(error)}
     finally:
         comm.close()
-    return {"transport": "threads"} | asdict(memory)
+    return answer
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -477,7 +484,8 @@ def _print_report(setting: Setting, document: dict[str, Any]) -> None:
     else:
         held = (
             f"group {size(memory['group_bytes'])}, each handle {size(memory['handle_bytes'])} "
-            f"(nvte_ep_group_memory of the transport {memory['transport']})"
+            f"(nvte_ep_group_memory of transport {memory['transport']}"
+            + (")" if memory["transport"] == "peer" else ": no GPU here to ask for peer's pool)")
         )
     notes = [
         ("library", held),
