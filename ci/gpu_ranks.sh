@@ -145,6 +145,7 @@ for part in ${parts//,/ }; do
         step "soak_threads_$soak_passes" 150 "${soak[@]}" --passes "$soak_passes"
         step soak_threads_graph 60 "${soak[@]}" --passes "$((soak_passes < 20 ? soak_passes : 20))" --graph
         step soak_threads_groups 30 "${soak[@]}" --passes 5 --groups 3
+        step soak_threads_many 40 "${soak[@]}" --passes 2 --iterations 300 --tokens 2048 --hidden 7168  # combine in passes
       fi
       [[ ,$transports, == *,peer_processes,* ]] || continue
       [[ $several -le $gpus ]] || soak+=(--iterations 100)  # they take turns on a GPU

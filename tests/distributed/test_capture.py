@@ -26,6 +26,10 @@ def cases() -> list[Case]:
         for format, formats in FORMATS.items():
             shape: dict[str, Any] = {"ranks": ranks, "experts": 2 * ranks, "tokens": 24, "alignment": 32}
             made.append(Case(f"{format}_{ranks}", capacity=256 * ranks, **shape, **formats))
+    # More than 1024 tokens of all ranks are not few, whatever comes.
+    many: dict[str, Any] = {"ranks": 2, "experts": 4, "tokens": 24, "capacity": 256, "room_for_tokens": 600}
+    for format, formats in FORMATS.items():
+        made += [Case(f"{format}_of_many_by_{unit}", alignment=unit, **many, **formats) for unit in (8, 32)]
     # Room for a part of what comes: the findings of every replay are told.
     tight: dict[str, Any] = {"ranks": 2, "experts": 4, "tokens": 24, "capacity": 32, **FORMATS["nvfp4"]}
     return [*made, Case("error", **tight), Case("drop", overflow="drop", **tight)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only `peer` has to show: values that a rank did not give, few multiprocessors, columns in passes.
+"""What only `peer` has to show: values that a rank did not give, few multiprocessors, combine in passes.
 
 That it gives the bytes of `threads` is shown by tests/distributed and test_device_transports.py.
 """
@@ -35,14 +35,16 @@ class Layer:
             transport="peer",
             num_experts=EXPERTS,
             hidden=HIDDEN,
-            max_tokens_per_rank=TOKENS,
+            max_tokens_per_rank=settings.get("max_tokens", TOKENS),
             recv_capacity=SLOTS,
             device=self.device,
             timeout_ns=20_000_000_000,
             **{name: value for name, value in settings.items() if name == "num_sms"},
         )
         rank.on_failure(self.group.abort)
-        formats = {name: value for name, value in settings.items() if name not in ("num_sms", "dtype")}
+        formats = {
+            name: value for name, value in settings.items() if name not in ("num_sms", "dtype", "max_tokens")
+        }
         self.handle = self.group.handle(top_k=TOP_K, alignment=16, **formats)
         random = torch.Generator().manual_seed(rank.index)
         dtype = settings.get("dtype", torch.bfloat16)
@@ -55,9 +57,17 @@ class Layer:
         self.slot_weights = torch.full((SLOTS,), 7.0)
         self.result = torch.zeros((TOKENS, HIDDEN), dtype=dtype)
         self.grads = torch.full((TOKENS, TOP_K), 7.0)
+        self.operand_bytes = torch.zeros(0, dtype=torch.uint8)
+        if (format := settings.get("dispatch", "bf16")) != "bf16":
+            shape = (format, HIDDEN, SLOTS, EXPERTS // rank.size)
+            size = nvte_ep.operand_layout(*shape, alignment=16).total_bytes
+            self.operand_bytes = torch.zeros(size, dtype=torch.uint8)
         for name, value in list(vars(self).items()):
             if isinstance(value, torch.Tensor):
                 setattr(self, name, value.to(self.device))
+        self.operand = None
+        if len(self.operand_bytes) > 0:
+            self.operand = nvte_ep.Operand(*shape, alignment=16, buffer=self.operand_bytes)
         self.stream = torch.cuda.Stream()
         torch.cuda.current_stream().synchronize()
         rank.barrier()
@@ -142,18 +152,30 @@ def everything(rank: Rank, settings: dict[str, Any]) -> list[Any]:
     with layer.group:
         layer.dispatch(layer.weights, wanted=True)
         _, weights, slots = layer.received()
+        if layer.operand is not None:
+            layer.handle.dispatch(layer.tokens, receive="operand", out=layer.operand, stream=layer.stream)
         layer.handle.combine(
             layer.slots, slot_weights=layer.slot_weights, out=layer.result, stream=layer.stream
         )
         assert layer.findings() == []
-        return [weights, slots, layer.result.cpu()]
+        return [weights, slots, layer.operand_bytes.cpu(), layer.result.cpu()]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize(
-    "formats", [{}, {"dispatch": "nvfp4", "combine": "mxfp8"}], ids=["bf16", "quantised"]
+    "formats",
+    [
+        {},
+        {"dispatch": "nvfp4", "combine": "mxfp8"},
+        # Peers' scales are copied where ranks may have more than 1024 tokens together.
+        {"dispatch": "nvfp4", "max_tokens": 1100},
+        {"dispatch": "mxfp8", "max_tokens": 1100, "dtype": "float32"},
+    ],
+    ids=["bf16", "quantised", "room for many", "room for many, in passes"],
 )
-def test_few_multiprocessors_give_the_same_bytes(ranks: int, formats: dict[str, str]) -> None:
+def test_few_multiprocessors_give_the_same_bytes(ranks: int, formats: dict[str, Any]) -> None:
+    if "dtype" in formats:
+        formats = formats | {"dtype": getattr(torch, formats["dtype"])}
     few = run_threads(ranks, everything, formats | {"num_sms": 2})
     for one, other in zip(few, run_threads(ranks, everything, dict(formats)), strict=True):
         for a, b in zip(one, other, strict=True):
@@ -163,7 +185,7 @@ def test_few_multiprocessors_give_the_same_bytes(ranks: int, formats: dict[str, 
 
 
 def sums_in_one_order(rank: Rank) -> tuple[Any, Any]:
-    """Columns in several passes: the partial rows of FP32 tokens of eight ranks do not fit the outbox."""
+    """Tokens in several passes: the partial rows of FP32 tokens of eight ranks do not fit the outbox."""
     layer = Layer(rank, dtype=torch.float32)
     with layer.group:
         layer.dispatch(layer.weights, wanted=False)
@@ -173,7 +195,7 @@ def sums_in_one_order(rank: Rank) -> tuple[Any, Any]:
         return layer.result.cpu(), layer.tokens.bfloat16().float().cpu() * TOP_K
 
 
-def test_columns_in_passes() -> None:
+def test_combine_in_passes() -> None:
     for result, expected in run_threads(8, sums_in_one_order):
         assert torch.equal(result, expected)
 

@@ -23,7 +23,7 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksOfASm = 4;                         // registers allow no more
 constexpr int kStageBytes = kMostSources * kStepBytes;  // of a step
 constexpr int kSlotsInFlight = 4;                       // of those that do not go through shared memory
-constexpr int64_t kItemsOfAWarp = 8;                    // at least, where there are many rows
+constexpr int64_t kItemsOfAWarp = 8;  // for each that a multiprocessor holds, where rows are many
 // Steps of a warp's ring. The deeper one has more on its way; the shorter one gives small batches more items, for more warps.
 constexpr int kManySteps = 3;
 constexpr int kFewSteps = 2;
@@ -352,7 +352,8 @@ Pass pass_of(const TokenRange& tokens, int64_t rows, int32_t row_blocks, int64_t
   Pass p{};
   if (rows == 0) return p;
   p.tokens = tokens;
-  // As long as leaves every warp some items; where there is one block for each they are two, as it takes time to open an item.
+  // As long as leaves some items for every warp that the device holds, but two blocks where there are enough: it takes time to
+  // open an item.
   const int64_t all = rows * row_blocks;
   const int64_t blocks = std::max<int64_t>(all / (warps * kItemsOfAWarp), all >= warps * 4 ? 2 : 1);
   const auto pieces_of = [row_blocks](int64_t n) { return static_cast<int32_t>((row_blocks + n - 1) / n); };

@@ -86,8 +86,7 @@ __device__ __forceinline__ const uint8_t* partial_row(const Work& w, uint32_t no
          int64_t{item.step} * kPartialStepBytes<Token, kMxfp8>;
 }
 
-// The items of a warp, all of one kind. Where there are both, every other warp makes partial rows: one that made both in turn
-// would have its steps wait for the links in between.
+// The items of a warp, all of one kind: where there are both, as many warps in proportion, evenly among each other.
 struct Share {
   bool is_sum;
   uint32_t next, stride, end;
@@ -97,8 +96,14 @@ __device__ __forceinline__ Share share_of(const Work& w) {
   const uint32_t warps = gridDim.x * (blockDim.x / device::kWarp);
   if (w.sums.items == 0) return {false, warp, warps, w.partials.items};
   if (w.partials.items == 0) return {true, warp, warps, w.sums.items};
-  const bool is_sum = warp % 2 == 0;
-  return {is_sum, warp / 2, warps / 2, is_sum ? w.sums.items : w.partials.items};
+  const uint64_t all = uint64_t{w.sums.items} + w.partials.items;
+  const uint32_t others =
+      min(max(static_cast<uint32_t>(uint64_t{warps} * w.partials.items / all), 1u), warps - 1);
+  const uint32_t before = static_cast<uint32_t>(uint64_t{warp} * others / warps);
+  if (static_cast<uint32_t>((uint64_t{warp} + 1) * others / warps) != before) {
+    return {false, before, others, w.partials.items};
+  }
+  return {true, warp - before, warps - others, w.sums.items};
 }
 
 __device__ __forceinline__ Coming look_at(const Work& w, const Share& share) {

@@ -31,7 +31,7 @@ PoolLayout::PoolLayout(const GroupSettings& s, int32_t size) {
   place(&histograms, prepare_chunks(tokens) * int64_t{s.num_experts} * 4);
   place(&inbox, prepare_inbox_bytes(size, s.max_tokens_per_rank, s.max_top_k));
   // Partial rows: all of them where that is little, and those of one token at least, of any type.
-  const int64_t partial_rows = std::min((size - 1) * tokens * row, kSmallOutbox);
+  const int64_t partial_rows = std::min((size - 1) * tokens * std::max(row, kLargestStep), kSmallOutbox);
   const int64_t least = (size - 1) * std::max(2 * row, kLargestStep);
   place(&outbox, std::max({tokens * row * std::max(1, size / kRanksPerOutbox), partial_rows, least}));
   place(&weights.area, choices * 4);

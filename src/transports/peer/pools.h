@@ -12,8 +12,8 @@
 // to a meeting in the order of its stream: after its reads of the exchange before, which were those of copy e % 2. Why it reads
 // what was written: a rank comes to meeting e + 1 after its writes (release), and the peer goes on after it saw that (acquire).
 //
-// All ranks make the same calls in the same order, and every exchange has exactly one meeting, so epochs agree. Nobody waits
-// but meetings, which are one block each, or a small cluster: ranks that share a GPU cannot starve each other.
+// All ranks make the same calls in the same order, and every exchange has exactly one meeting, so epochs agree. Nobody waits for
+// another rank but meetings, which are one block each, or a small cluster: ranks that share a GPU cannot starve each other.
 #ifndef NVTE_EP_TRANSPORTS_PEER_POOLS_H_
 #define NVTE_EP_TRANSPORTS_PEER_POOLS_H_
 
