@@ -51,8 +51,6 @@ run_tests() {
 if [[ $tests -eq 1 ]]; then
   say "tests"
   run_tests gpu_tests tests/gpu "${selection[@]}"
-  # Has tests of device transports too, which not every build has.
-  NVTE_EP_REQUIRE='' run_tests cuda_tests tests/python/test_cuda.py "${selection[@]}"
 fi
 
 if [[ $bench -eq 1 ]]; then

@@ -13,6 +13,7 @@ import pytest
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 PACKAGE_ROOT = Path(nvte_ep.__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # what several tests here share
 
 
 @pytest.fixture

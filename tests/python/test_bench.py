@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import nvte_ep
 import pytest
+from fake_cuda import LAUNCH_SECONDS, FakeRuntime, install
 from nvte_ep import codecs
 from nvte_ep.commands import _probe, bench_codecs, bench_machine, main
 from nvte_ep.commands.bench_cases import (
@@ -29,10 +29,6 @@ from nvte_ep.commands.bench_codecs import gigabyte_tokens
 from nvte_ep.commands.bench_instead import Frameworks
 from nvte_ep.commands.bench_machine import CudaMachine, HostMachine, Machine, Timing
 from nvte_ep.operand import operand_layout
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from fake_cuda import LAUNCH_SECONDS, FakeRuntime, install
 
 SMALL = ["bench", "codecs", "--device", "cpu", "--sizes", "16,160", "--hidden", "64", "--quick"]
 NAMES = [case.name for case in all_cases()]

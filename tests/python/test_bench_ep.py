@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import nvte_ep
 import pytest
+from fake_cuda import FakeRuntime, install
 from nvte_ep import job
 from nvte_ep.commands import (
     _figures,
@@ -45,10 +46,6 @@ from nvte_ep.commands.bench_ep_library import Library, Outputs, Sampling
 from nvte_ep.commands.bench_ep_ranks import Processes, Ranks, run_threads
 from nvte_ep.commands.bench_machine import CudaMachine, HostMachine
 from nvte_ep.job import Job
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from fake_cuda import FakeRuntime, install
 
 SHAPE = ["--tokens", "40", "--hidden", "64", "--top-k", "3", "--experts", "8", "--alignment", "32"]
 SMALL = ["bench", "ep", "--device", "cpu", *SHAPE]

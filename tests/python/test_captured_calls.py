@@ -4,16 +4,12 @@ keeps for them. On a stand-in for a CUDA device."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import nvte_ep
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from fake_cuda import FakeRuntime, install
 from nvte_ep import Array, Communicator, Group, Handle, Operand
 from nvte_ep import _cuda as cuda

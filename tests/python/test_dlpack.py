@@ -5,22 +5,17 @@ refused by the name of its argument."""
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import nvte_ep
 import pytest
+from fake_arrays import NUMPY, CudaArrayInterface, Producer
 from nvte_ep import _cuda, _dlpack
 from nvte_ep._dlpack import View
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from fake_arrays import NUMPY, CudaArrayInterface, Producer
 
 Framework = Callable[[str], ModuleType]
 

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvte_ep import Array, Communicator, Group, Handle, Operand, Routing
+from run_ranks import run_ranks
 
 Framework = Callable[[str], ModuleType]
 
@@ -256,26 +257,6 @@ def test_a_dropped_group_frees_its_peers() -> None:
         assert group.pointer
 
     run_ranks(stays, leaves)
-
-
-def run_ranks(*ranks: Callable[[], None]) -> None:
-    """Each in a thread of its own; the first exception is raised here."""
-    errors: list[BaseException] = []
-
-    def run(rank: Callable[[], None]) -> None:
-        try:
-            rank()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 def test_waiting_does_not_hold_the_gil() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import nvte_ep
 import pytest
+from run_ranks import run_ranks
 
 Framework = Callable[[str], ModuleType]
 
@@ -79,25 +79,6 @@ def layer(
     return ep.combine(handle, slots, slot_weights)
 
 
-def run_ranks(ranks: list[Callable[[], None]]) -> None:
-    errors: list[BaseException] = []
-
-    def run(rank: Callable[[], None]) -> None:
-        try:
-            rank()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-
-
 @pytest.mark.parametrize("sizes", [[12], [16, 7], [5, 0], [3, 16, 0, 9]], ids=str)
 def test_gradients(torch: Any, ep: Any, sizes: list[int]) -> None:
     ranks = len(sizes)
@@ -131,7 +112,7 @@ def test_gradients(torch: Any, ep: Any, sizes: list[int]) -> None:
 
         return run
 
-    run_ranks([rank(number) for number in range(ranks)])
+    run_ranks(*[rank(number) for number in range(ranks)])
 
 
 def test_unweighted_bfloat16(torch: Any, ep: Any) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
@@ -11,38 +10,13 @@ from typing import Any, NoReturn
 import numpy as np
 import nvte_ep
 import pytest
+from device_arrays import NewStream
 from nvte_ep import Array, _cuda, _streams
 
 Framework = Callable[[str], ModuleType]
 Missing = Callable[[str, str], NoReturn]
 
 HIDDEN = 256
-
-
-@pytest.fixture(autouse=True)
-def cudart(missing: Missing) -> Any:
-    """cuda.bindings.runtime, where the library has a device to work on."""
-    backends = {entry["name"]: entry for entry in nvte_ep.build_info()["backends"]}
-    cuda = backends.get("cuda", {"available": False, "reason": "built without the CUDA backend"})
-    if not cuda["available"]:
-        missing("cuda", cuda["reason"])
-    try:
-        return importlib.import_module("cuda.bindings.runtime")
-    except ImportError as error:
-        missing("cuda", f"cuda.bindings cannot be imported: {error}")
-
-
-@pytest.fixture
-def torch(framework: Framework) -> Any:
-    module = framework("torch")
-    if not module.cuda.is_available():
-        pytest.skip("this PyTorch has no CUDA")
-    return module
-
-
-@pytest.fixture
-def cupy() -> Any:
-    return pytest.importorskip("cupy")
 
 
 def on_device(array: Any, dtype: str | None = None, device: str = "cuda:0") -> Array:
@@ -61,12 +35,6 @@ def tokens_of(rows: int, seed: int = 0) -> Any:
     return (random.standard_normal((rows, HIDDEN)) * 2.0 ** random.integers(-6, 7, (1, HIDDEN))).astype(
         np.float32
     )
-
-
-def new_stream(cudart: Any) -> int:
-    code, stream = cudart.cudaStreamCreateWithFlags(cudart.cudaStreamNonBlocking)
-    assert int(code) == 0
-    return int(stream)
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
@@ -113,10 +81,10 @@ def test_arrays_of_two_places_are_refused() -> None:
         nvte_ep.nvfp4_direct_receive(nvte_ep.nvfp4_pack(on_device(tokens_of(128))), HIDDEN, [128])
 
 
-def test_streams_of_the_caller(cudart: Any) -> None:
+def test_streams_of_the_caller(new_stream: NewStream) -> None:
     tokens = tokens_of(512)
     expected = nvte_ep.nvfp4_unpack(nvte_ep.nvfp4_pack(tokens), HIDDEN, dtype="float32").numpy()
-    first, second = new_stream(cudart), new_stream(cudart)
+    first, second = new_stream(), new_stream()
 
     class Stream:
         def __cuda_stream__(self) -> tuple[int, int]:
@@ -126,8 +94,6 @@ def test_streams_of_the_caller(cudart: Any) -> None:
         rows = nvte_ep.nvfp4_pack(on_device(tokens), stream=first)
         decoded = nvte_ep.nvfp4_unpack(rows, HIDDEN, dtype="float32", stream=Stream())
         assert (decoded.numpy() == expected).all()
-    for stream in (first, second):
-        cudart.cudaStreamDestroy(stream)
 
 
 def test_the_current_device_stays(cudart: Any) -> None:
