@@ -22,6 +22,14 @@ def integer(function: str, name: str, value: Any, bits: int = 64) -> int:
     return number
 
 
+def natural(function: str, name: str, value: Any) -> int:
+    """A size: not negative."""
+    number = integer(function, name, value)
+    if number < 0:
+        raise invalid(function, name, "0 or more", short(number))
+    return number
+
+
 def boolean(function: str, name: str, value: Any) -> bool:
     """True or False: not just anything that Python takes for one of them, such as a text or None."""
     if not isinstance(value, (bool, np.bool_)):

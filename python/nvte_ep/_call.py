@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import ctypes
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nvte_ep import _abi, _cuda, _lib, _streams
-from nvte_ep._arguments import boolean, float32, integer, short
+from nvte_ep._arguments import boolean, float32, integer, natural, short
 from nvte_ep._dlpack import View, device_of, pointer, view
 from nvte_ep._dtypes import BY_NAME, CPU, CUDA_TYPE, Device, dtype_name
 from nvte_ep.array import Array
-from nvte_ep.errors import BadStateError, Status, invalid
+from nvte_ep.errors import BadStateError, NvteEpError, Status, in_words_of, invalid
 
 
 class Call:
@@ -25,6 +26,9 @@ class Call:
     `function` is the C function; error texts name it. The device is that of the first array, unless it is
     known.
     """
+
+    # Arguments of the C function that have other names in Python.
+    names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self, function: str, arrays: dict[str, Any], stream: Any, device: Device | None = None
@@ -141,6 +145,8 @@ class Call:
         """Calls the C function with the arguments and the stream; `check` may raise in its place."""
         try:
             _lib.call(self.function, *arguments, self.stream or None)
+        except NvteEpError as error:
+            raise in_words_of(self.function, self.names, error) from None
         finally:
             if check is not None:
                 check()
@@ -205,4 +211,4 @@ def _int64_bits(function: str, value: Any) -> int:
     return ctypes.c_int64(number).value
 
 
-__all__ = ["Call", "boolean", "float_type", "integer", "pointer", "storage_name"]
+__all__ = ["Call", "boolean", "float_type", "integer", "natural", "pointer", "storage_name"]

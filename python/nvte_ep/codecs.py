@@ -13,9 +13,9 @@ import operator
 from typing import Any
 
 from nvte_ep import _abi, _lib
-from nvte_ep._call import Call, float_type, integer, pointer, storage_name
+from nvte_ep._call import Call, float_type, integer, natural, pointer, storage_name
 from nvte_ep._dlpack import View
-from nvte_ep.errors import invalid
+from nvte_ep.errors import NvteEpError, in_words_of, invalid
 from nvte_ep.formats import FormatInfo, lookup, row_bytes
 from nvte_ep.operand import Operand
 
@@ -93,6 +93,7 @@ def _pack(format: str, tokens: Any, out: Any, dtype: Any, stream: Any, **options
         _, count, hidden = _tokens_of(format, call, source)
         out = call.new("out", (count, row_bytes(format, hidden)), "uint8")
     rows = call.write("out", out, as_bytes=True)
+    call.names = {"rows": "out"}
     call.run(pointer(source), pointer(rows), _options(call, **options))
     return out
 
@@ -111,11 +112,20 @@ def _decoded(call: Call, out: Any, shape: tuple[int, int], dtype: Any) -> tuple[
     return out, tokens
 
 
+def _hidden(format: str, call: Call, hidden: Any) -> int:
+    number = natural(call.function, "hidden", hidden)
+    multiple = lookup(call.function, "format", format).hidden_multiple
+    if number == 0 or number % multiple:
+        raise invalid(call.function, "hidden", f"a positive multiple of {multiple}", str(number))
+    return number
+
+
 def _unpack(format: str, rows: Any, hidden: int, out: Any, dtype: Any, stream: Any, **options: Any) -> Any:
     call = Call(f"nvte_ep_{format}_unpack", {"rows": rows, "out": out}, stream)
     source = call.need("rows", rows, "[T, row_bytes]", as_bytes=True)
     count, _ = call.matrix("rows", source)
-    out, tokens = _decoded(call, out, (count, integer(call.function, "hidden", hidden)), dtype)
+    out, tokens = _decoded(call, out, (count, _hidden(format, call, hidden)), dtype)
+    call.names = {"tokens": "out"}
     call.run(pointer(source), pointer(tokens), _options(call, **options))
     return out
 
@@ -333,6 +343,20 @@ def mxfp8_dequantize(
     return out
 
 
+# Of direct_receive, by the names of the operand that it makes.
+_OPERAND_NAMES = {
+    "hidden": "hidden",
+    "alignment": "alignment",
+    "columnwise": "columnwise",
+    "scale_layout": "scale_layout",
+    "config.hidden": "hidden",
+    "config.alignment": "alignment",
+    "config.capacity": "rows",
+    "config.num_experts": "rows_per_expert",
+    "config.columnwise": "columnwise",
+}
+
+
 def _direct_receive(
     format: str,
     rows: Any,
@@ -357,16 +381,19 @@ def _direct_receive(
     if out is None:
         call.may_make("out")
         step = max(integer(call.function, "alignment", alignment, 32), 1)
-        out = Operand(
-            format,
-            hidden,
-            -(-slots // step) * step,
-            counts.shape[0],
-            alignment=alignment,
-            columnwise=columnwise,
-            scale_layout=scale_layout,
-            device=call.device,
-        )
+        try:
+            out = Operand(
+                format,
+                hidden,
+                -(-slots // step) * step,
+                counts.shape[0],
+                alignment=alignment,
+                columnwise=columnwise,
+                scale_layout=scale_layout,
+                device=call.device,
+            )
+        except NvteEpError as error:
+            raise in_words_of(call.function, _OPERAND_NAMES, error) from None
     elif not isinstance(out, Operand):
         raise invalid(call.function, "out", "an Operand", type(out).__name__)
     elif out.hidden != hidden:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -128,6 +129,15 @@ _CLASSES: dict[int, type[NvteEpError]] = {
 def exception(status: int, text: str) -> NvteEpError:
     """The exception of a status; a status of a newer library, unknown here, is a plain NvteEpError."""
     return _CLASSES.get(status, NvteEpError)(status, text)
+
+
+def in_words_of(function: str, names: Mapping[str, str], error: NvteEpError) -> NvteEpError:
+    """The error as a caller of `function` knows the argument: names has the C interface's names as keys."""
+    _, _, what = error.text.partition(": ")
+    argument, colon, rest = what.partition(":")
+    if not colon or argument not in names:
+        return error
+    return exception(error.status, f"{function}: {names[argument]}:{rest}")
 
 
 def invalid(function: str, argument: str, expected: str, got: str) -> InvalidArgumentError:

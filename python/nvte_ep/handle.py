@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvte_ep import _abi, _lib
-from nvte_ep._call import Call, boolean, float_type, integer, pointer, storage_name
+from nvte_ep._call import Call, boolean, float_type, integer, natural, pointer, storage_name
 from nvte_ep._dlpack import View
 from nvte_ep._dtypes import device_name, dtype_name
 from nvte_ep.array import Array, element_type
@@ -149,10 +149,23 @@ class Handle:
         return self._num_tokens
 
     def _count(self, call: Call, num_tokens: int | None) -> int:
-        return self.num_tokens if num_tokens is None else integer(call.function, "num_tokens", num_tokens)
+        """T of an output that is made. One that does not fit is the caller's num_tokens."""
+        if num_tokens is None:
+            if self._num_tokens is None:
+                raise _not_prepared(call.function)
+            return self._num_tokens
+        call.names = {"result": "num_tokens", "grad_tokens": "num_tokens"}
+        return natural(call.function, "num_tokens", num_tokens)
 
     def _begin(self, verb: str, arrays: dict[str, Any], stream: Any) -> Call:
-        return Call("nvte_ep_handle_" + verb, arrays, stream, self.group.device)
+        function = "nvte_ep_handle_" + verb
+        if self._owned.pointer is None:
+            raise BadStateError(Status.BAD_STATE, f"{function}: handle: it is closed")
+        if verb != "prepare" and self._total is None and not self.group.info.recv_capacity:
+            raise _not_prepared(function)
+        call = Call(function, arrays, stream, self.group.device)
+        call.names = _NAMES
+        return call
 
     def _run(self, call: Call, arguments: _abi.SizedStruct) -> None:
         state = self.group._state
@@ -514,6 +527,15 @@ class Handle:
         formats = ", ".join(f"{name}={value}" for name, value in self.formats.items())
         where = device_name(self.group.device)
         return f"Handle(top_k={self.top_k}, alignment={self.alignment}, {formats}, device={where})"
+
+
+# What the C interface calls the argument `out`.
+_NAMES = {"result": "out", "grad_tokens": "out", "received": "out"}
+
+
+def _not_prepared(function: str) -> BadStateError:
+    text = f"{function}: handle: expected a successful prepare before this call"
+    return BadStateError(Status.BAD_STATE, text)
 
 
 def _first(tokens: Any) -> Any:

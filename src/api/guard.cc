@@ -3,7 +3,17 @@
 namespace nvte_ep {
 namespace {
 
+// A text that a caller holds while the next call fails (both in one printf, evaluated from the right) is that one's then, not freed
+// memory.
+constexpr size_t kUsualLength = 2000;
+
 struct ThreadText {
+  ThreadText() noexcept {
+    try {
+      text.reserve(kUsualLength);
+    } catch (...) {  // then it grows when there is one
+    }
+  }
   std::string text;
   const char* fixed = nullptr;  // instead of text
 };
@@ -16,7 +26,10 @@ ThreadText& thread_text() {
 
 void LastError::set(const char* function, const std::string& message) noexcept {
   try {
-    thread_text().text = std::string(function) + ": " + message;
+    std::string& text = thread_text().text;
+    text.assign(function);
+    text += ": ";
+    text += message;
     thread_text().fixed = nullptr;
   } catch (...) {
     set_fixed("out of host memory while reporting an error");

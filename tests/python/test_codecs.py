@@ -256,10 +256,10 @@ def test_out_that_is_refused(format: str) -> None:
         read_only,
         [0],
     ):
-        with pytest.raises(nvte_ep.InvalidArgumentError, match=r"_pack: (out|rows): expected"):
+        with pytest.raises(nvte_ep.InvalidArgumentError, match=r"_pack: out: expected"):
             pack(format)(tokens, out=out)
     for out in (np.zeros((4, 32), np.float32), np.zeros((4, 64), np.int32), np.zeros((5, 64), np.float16)):
-        with pytest.raises(nvte_ep.InvalidArgumentError, match=r"_unpack: (out|tokens): expected"):
+        with pytest.raises(nvte_ep.InvalidArgumentError, match=r"_unpack: out: expected"):
             unpack(format)(rows, 64, out=out)
     with pytest.raises(nvte_ep.InvalidArgumentError, match=r"out: expected float16, as dtype says"):
         unpack(format)(rows, 64, out=np.zeros((4, 64), np.float32), dtype="float16")
@@ -278,6 +278,16 @@ def test_input_that_is_refused(format: str) -> None:
         pack(format)(np.zeros((2, 40), np.float32))
     with pytest.raises(nvte_ep.InvalidArgumentError, match=r"rows"):
         unpack(format)(np.zeros((2, 17), np.uint8), 64)
+    for hidden in (-16, 0, 7):
+        with pytest.raises(
+            nvte_ep.InvalidArgumentError, match=rf"{format}_unpack: hidden: expected .*{hidden}"
+        ):
+            unpack(format)(np.zeros((2, 128), np.uint8), hidden)
+    receive = getattr(nvte_ep, f"{format}_direct_receive")
+    for name, value in (("alignment", 24), ("hidden", -64)):
+        settings = {"hidden": 64, "alignment": 32} | {name: value}
+        with pytest.raises(nvte_ep.InvalidArgumentError, match=rf"{format}_direct_receive: {name}: expected"):
+            receive(pack(format)(np.zeros((2, 64), np.float32)), rows_per_expert=[2], **settings)
     with pytest.raises(nvte_ep.InvalidArgumentError, match=r"dtype"):
         unpack(format)(np.zeros((2, 128), np.uint8), 64, dtype="float64")
 

@@ -207,6 +207,11 @@ def test_handles_outlive_the_group() -> None:
     handle.close()
     with pytest.raises(nvte_ep.BadStateError, match=r"Handle: it is closed"):
         handle.pointer  # noqa: B018
+    for call in (handle.combine, handle.dispatch):
+        with pytest.raises(
+            nvte_ep.BadStateError, match=rf"nvte_ep_handle_{call.__name__}: handle: it is closed"
+        ):
+            call(np.zeros((1, 8), np.float32))
 
 
 def test_with_closes() -> None:
@@ -737,8 +742,9 @@ def test_combine(group: Group, weighted: bool) -> None:
     assert (result.numpy()[5] == 0).all()  # routed nowhere
     with pytest.raises(nvte_ep.InvalidArgumentError, match=r"out: expected an array to add to"):
         handle.combine(expert_out, accumulate=True)
-    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"(num_tokens|result|out)"):
-        handle.combine(expert_out, num_tokens=TOKENS + 1)
+    for count in (TOKENS + 1, -1):
+        with pytest.raises(nvte_ep.InvalidArgumentError, match=r"handle_combine: num_tokens: expected"):
+            handle.combine(expert_out, num_tokens=count)
 
 
 def test_combine_types(group: Group, framework: Framework) -> None:
