@@ -667,6 +667,39 @@ def test_rule_of_times_that_fall() -> None:
     assert 20 <= rule.overhead <= 30
 
 
+def test_one_shape_takes_the_fixed_part_of_a_call_like_it() -> None:
+    def shape(**times: tuple[float, float]) -> dict[str, Any]:
+        names = {
+            "nvfp4": "dispatch nvfp4 -> operand",
+            "mxfp8": "dispatch mxfp8 -> operand",
+            "sums": "combine bf16",
+        }
+        return {
+            "operations": [
+                {
+                    "operation": names[name],
+                    "floor_microseconds": time[0],
+                    "figures": {"peer": {"microseconds": {"median": time[1]}}},
+                }
+                for name, time in times.items()
+            ]
+        }
+
+    document = {
+        "device": {"name": "a GPU"},
+        "ranks": {"number": 2},
+        "shapes": [
+            shape(nvfp4=(10.0, 40.0), mxfp8=(20.0, 60.0), sums=(10.0, 30.0)),
+            shape(nvfp4=(100.0, 220.0)),
+        ],
+    }
+    rules = _figures._read(document, "a test", "peer").rules
+    assert rules["dispatch nvfp4 -> operand"].overhead == pytest.approx(20)
+    assert rules["dispatch mxfp8 -> operand"].microseconds(20) == pytest.approx(60)
+    assert rules["dispatch mxfp8 -> operand"].microseconds(0) == pytest.approx(20)
+    assert rules["combine bf16"].microseconds(20) == pytest.approx(60)  # there is none like it
+
+
 def test_plan_by_figures(
     measured: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

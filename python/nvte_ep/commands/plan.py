@@ -510,7 +510,8 @@ def _print_report(setting: Setting, document: dict[str, Any]) -> None:
             (
                 "figures",
                 f"of {source}: {setting.figures.transport} with {ranks} on {setting.figures.device}, a "
-                "fixed part and a multiple of the floor for each call. A layer: prepare, dispatch, combine; "
+                "fixed part and a multiple of the floor for each call (where it was measured in one size "
+                "only, the fixed part of a call like it). A layer: prepare, dispatch, combine; "
                 "training: dispatch with columnwise parts, and both backwards",
             )
         )
