@@ -118,11 +118,11 @@ for part in ${parts//,/ }; do
     suites)
       suite=("$python" -m pytest -p no:cacheprovider -v --tb=short -o faulthandler_timeout=120 -o junit_family=xunit1
         --durations 15)
-      exchanges=(steps capture programs)
+      exchanges=(steps capture)
       others=(identities failures)
       [[ $quick -eq 1 ]] || others+=(checklist fidelity gradients routing_properties stochastic)
-      # Processes that share GPUs take turns in time slices, so one suite of them at a time, in two steps for a run that is cut
-      # off. Threads may run beside them.
+      # Processes that share GPUs take turns in time slices, so one suite of them at a time, in three steps for a run that is
+      # cut off: each must end within its limit. Threads may run beside them.
       # suites TRANSPORT STEP SECONDS NAME...
       suites() {
         local name="suite_$1_$2" limit="$3" tests=("${@:4}")
@@ -130,12 +130,13 @@ for part in ${parts//,/ }; do
         NVTE_EP_TRANSPORTS="$1" step "$name" "$limit" "${suite[@]}" --junit-xml "$work/$name.xml" "${tests[@]/%/.py}"
       }
       if [[ ,$transports, == *,peer_threads,* ]]; then
-        suites peer_threads all 120 "${exchanges[@]}" "${others[@]}" &
+        suites peer_threads all 150 "${exchanges[@]}" "${others[@]}" &
       fi
       for transport in ${transports//,/ }; do
         [[ $transport != peer_threads ]] || continue
-        suites "$transport" exchanges 150 "${exchanges[@]}"
-        suites "$transport" others 150 "${others[@]}"
+        suites "$transport" exchanges 240 "${exchanges[@]}"
+        [[ $transport == nccl_ep ]] || suites "$transport" programs 200 programs  # of any shape: nccl_ep compiles for each
+        suites "$transport" others 200 "${others[@]}"
       done
       wait
       ;;

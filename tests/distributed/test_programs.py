@@ -30,7 +30,7 @@ def test_conformance(transport: Transport, ranks: int, missing: Callable[[str, s
             "conformance_ranks", f"NVTE_EP_BUILD_DIR has no {program}: it is built with NVTE_EP_BUILD_TESTS"
         )
     run_processes(
-        ranks, run_program, [str(program), transport.name], environment=transport.environment, timeout=100
+        ranks, run_program, [str(program), transport.name], environment=transport.environment, timeout=180
     )
 
 
