@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfASm) combine_rows(const __g
   if (blockIdx.x == 0 && threadIdx.x == 0) tell_given(w, now);
   const uint8_t* ring = rings + warp_id() * kSteps * kStageBytes;
   const uint32_t lane_ring = shared_address(ring) + lane_id() * 16;
-  Share share = share_of(w);
+  CombineShare share = share_of(w);
   Coming coming;
   if (share.next < share.end) coming = look_at(w, share);
   Item item{}, asked{};  // the block that is summed, the one after it
@@ -315,7 +315,7 @@ __global__ void __launch_bounds__(kThreads) combine_rows_unstaged(const __grid_c
   if (!meets) let_next_kernel_start();
   const uint32_t now = *w.c.pools.epoch;
   if (blockIdx.x == 0 && threadIdx.x == 0) tell_given(w, now);
-  for (Share share = share_of(w); share.next < share.end; share.next += share.stride) {
+  for (CombineShare share = share_of(w); share.next < share.end; share.next += share.stride) {
     Coming item = look_at(w, share);
     const int32_t* slots = slots_of(m, item.rank, item.token);
     bool any = item.is_sum;
@@ -401,6 +401,7 @@ Status launch_combine(DType dtype, const CombineArguments& c, const TokenRange& 
   w.partials = pass_of(partials, static_cast<int64_t>(m.size - 1) * partials.count, w.row_blocks, warps);
   const uint64_t items = uint64_t{w.sums.items} + w.partials.items;
   if (items == 0) return Status();
+  w.share = partial_share(w.sums.items, w.partials.items);
   w.slot_alignment = alignment_of(c.slots, c.slot_stride);
   w.result_alignment = alignment_of(c.result, c.result_stride);
   const bool staged = w.slot_alignment >= 16 && w.result_alignment >= 16 && m.top_k <= kMostSources;

@@ -7,6 +7,7 @@
 #include "device/elements.cuh"
 #include "device/warp.cuh"
 #include "transports/peer/combine.h"
+#include "transports/peer/combine_share.h"
 
 namespace nvte_ep {
 
@@ -36,6 +37,7 @@ struct Work {
   int64_t partial_bytes;  // of a row
   Pass sums;              // of this rank's tokens
   Pass partials;          // rows of other ranks' tokens
+  uint32_t share;         // of the warps that make partial rows, where there are both kinds, of 2^32
   int slot_alignment, result_alignment;
 };
 
@@ -86,27 +88,12 @@ __device__ __forceinline__ const uint8_t* partial_row(const Work& w, uint32_t no
          int64_t{item.step} * kPartialStepBytes<Token, kMxfp8>;
 }
 
-// The items of a warp, all of one kind: where there are both, as many warps in proportion, evenly among each other.
-struct Share {
-  bool is_sum;
-  uint32_t next, stride, end;
-};
-__device__ __forceinline__ Share share_of(const Work& w) {
+__device__ __forceinline__ CombineShare share_of(const Work& w) {
   const uint32_t warp = blockIdx.x * (blockDim.x / device::kWarp) + device::warp_id();
-  const uint32_t warps = gridDim.x * (blockDim.x / device::kWarp);
-  if (w.sums.items == 0) return {false, warp, warps, w.partials.items};
-  if (w.partials.items == 0) return {true, warp, warps, w.sums.items};
-  const uint64_t all = uint64_t{w.sums.items} + w.partials.items;
-  const uint32_t others =
-      min(max(static_cast<uint32_t>(uint64_t{warps} * w.partials.items / all), 1u), warps - 1);
-  const uint32_t before = static_cast<uint32_t>(uint64_t{warp} * others / warps);
-  if (static_cast<uint32_t>((uint64_t{warp} + 1) * others / warps) != before) {
-    return {false, before, others, w.partials.items};
-  }
-  return {true, warp - before, warps - others, w.sums.items};
+  return share_of(warp, gridDim.x * (blockDim.x / device::kWarp), w.sums.items, w.partials.items, w.share);
 }
 
-__device__ __forceinline__ Coming look_at(const Work& w, const Share& share) {
+__device__ __forceinline__ Coming look_at(const Work& w, const CombineShare& share) {
   const RouteMaps& m = w.c.maps;
   const uint32_t index = share.next;
   Coming item;
