@@ -148,13 +148,14 @@ class Handle:
             )
         return self._num_tokens
 
-    def _count(self, call: Call, num_tokens: int | None) -> int:
-        """T of an output that is made. One that does not fit is the caller's num_tokens."""
+    def _count(self, call: Call, num_tokens: int | None, output: str) -> int:
+        """T of an output that is made, by its name in the C interface: one that does not fit is the caller's
+        num_tokens."""
         if num_tokens is None:
             if self._num_tokens is None:
                 raise _not_prepared(call.function)
             return self._num_tokens
-        call.names = {"result": "num_tokens", "grad_tokens": "num_tokens"}
+        call.names = {**call.names, output: "num_tokens"}
         return natural(call.function, "num_tokens", num_tokens)
 
     def _begin(self, verb: str, arrays: dict[str, Any], stream: Any) -> Call:
@@ -324,7 +325,8 @@ class Handle:
         if out is None:
             if accumulate:
                 raise invalid(call.function, "out", "an array to add to", "None with accumulate")
-            out = call.new("out", (self._count(call, num_tokens), self.group.hidden), source.dtype.name)
+            count = self._count(call, num_tokens, "result")
+            out = call.new("out", (count, self.group.hidden), source.dtype.name)
         arguments = _abi.CombineArgs()
         arguments.expert_out = source.pointer
         if slot_weights is not None:
@@ -355,12 +357,12 @@ class Handle:
         if out is None:
             if accumulate:
                 raise invalid(call.function, "out", "an array to add to", "None with accumulate")
-            out = call.new("out", (self._count(call, num_tokens), self.group.hidden), source.dtype.name)
+            count = self._count(call, num_tokens, "grad_tokens")
+            out = call.new("out", (count, self.group.hidden), source.dtype.name)
         grads = call.read("grad_recv_weights", grad_recv_weights)
         if grads is not None and grad_topk_weights is None:
-            grad_topk_weights = call.new(
-                "grad_topk_weights", (self._count(call, num_tokens), self.top_k), "float32"
-            )
+            count = self._count(call, num_tokens, "grad_topk_weights")
+            grad_topk_weights = call.new("grad_topk_weights", (count, self.top_k), "float32")
         arguments = _abi.DispatchBackwardArgs()
         arguments.grad_received = source.pointer
         arguments.grad_recv_weights = pointer(grads)

@@ -56,6 +56,17 @@ TEST(LastError, BelongsToItsThreadAndEndsWithASuccess) {
   EXPECT_STREQ(nvte_ep_last_error(), "");
 }
 
+// One printf of a call that fails and of its text may ask for the text first.
+TEST(LastError, TextThatIsHeldIsTheNextFailures) {
+  int64_t bytes = 0;
+  require(nvte_ep_row_bytes(NVTE_EP_FORMAT_NVFP4, 16, &bytes));
+  const char* const held = nvte_ep_last_error();
+  expect_status(NVTE_EP_STATUS_INVALID_ARGUMENT, nvte_ep_row_bytes(NVTE_EP_FORMAT_NVFP4, 7, &bytes),
+                {"nvte_ep_row_bytes: hidden: "});
+  EXPECT_EQ(held, nvte_ep_last_error());
+  EXPECT_EQ(std::string(held).rfind("nvte_ep_row_bytes: hidden: ", 0), 0u);
+}
+
 // An output struct of a later version: what this library knows is written, struct_size and the rest are the caller's.
 TEST(Structs, OutputsOfALaterVersionKeepTheirTail) {
   struct Later {

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 
 
-def run_ranks(*ranks: Callable[[], None]) -> None:
-    """Each in a thread of its own; the first exception is raised here."""
+def run_ranks(*ranks: Callable[[], None], seconds: float = 60) -> None:
+    """Each in a thread of its own, which may take so long; the first exception is raised here."""
     errors: list[BaseException] = []
 
     def run(rank: Callable[[], None]) -> None:
@@ -21,7 +21,7 @@ def run_ranks(*ranks: Callable[[], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(seconds)
         assert not thread.is_alive()
     if errors:
         raise errors[0]

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -203,6 +205,18 @@ def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     file = tmp_path / "times.png"
     assert main([*SMALL, "--only", "prepare,combine", "--tokens", "8,40", "--plot", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_of_figures_that_are_there(tmp_path: Path) -> None:
+    """tools/plot_ep.py, with the figures of the source tree."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    root = Path(__file__).resolve().parents[2]
+    figures = [root / "benchmarks" / "h200" / f"ep_2gpus_{name}.json" for name in ("layer", "steps")]
+    file = tmp_path / "times.png"
+    environment = os.environ | {"PYTHONPATH": str(root / "python")}
+    command = [sys.executable, root / "tools" / "plot_ep.py", file, *figures]
+    subprocess.run(command, check=True, env=environment)
     assert file.read_bytes().startswith(b"\x89PNG")
 
 

@@ -792,6 +792,15 @@ def test_gradient_of_the_weights(group: Group) -> None:
             slot = model.slots.get((t, k))
             assert weight_grads[t, k] == (0 if slot is None else slot)
     assert handle.dispatch_backward(tokens_of(CAPACITY), grads)[1].tolist() == weight_grads.tolist()
+    short = np.zeros((TOKENS - 1, HIDDEN), np.float32)
+    for arguments, argument in (
+        ({"out": short}, "out"),
+        ({"out": short, "num_tokens": TOKENS}, "out"),
+        ({"num_tokens": TOKENS - 1}, "num_tokens"),
+        ({"out": np.zeros((TOKENS, HIDDEN), np.float32), "num_tokens": TOKENS - 1}, "num_tokens"),
+    ):
+        with pytest.raises(nvte_ep.InvalidArgumentError, match=rf"dispatch_backward: {argument}: expected"):
+            handle.dispatch_backward(tokens_of(CAPACITY), grads, **arguments)
 
 
 def test_combine_backward_with_weights(group: Group) -> None:

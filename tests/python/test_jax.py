@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import nvte_ep
 import pytest
+from run_ranks import run_ranks
 
 Framework = Callable[[str], ModuleType]
 
@@ -96,24 +97,13 @@ def test_gradients(jax: Any, ep: Any, jit: bool) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_over_ranks(jax: Any, ep: Any, ranks: int, jit: bool) -> None:
     comms = nvte_ep.Communicator.threads(ranks)
-    errors: list[BaseException] = []
 
     def rank(number: int) -> None:
-        try:
-            with open_group(comms[number]) as group:
-                handle = group.handle(top_k=TOP_K, alignment=ALIGNMENT)
-                check(jax, make_layer(jax, ep, handle, number * EXPERTS // ranks), number, jit)
-        except BaseException as error:
-            errors.append(error)
+        with open_group(comms[number]) as group:
+            handle = group.handle(top_k=TOP_K, alignment=ALIGNMENT)
+            check(jax, make_layer(jax, ep, handle, number * EXPERTS // ranks), number, jit)
 
-    threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
+    run_ranks(*[functools.partial(rank, number) for number in range(ranks)], seconds=100)
 
 
 def test_a_jitted_step_runs_again(jax: Any, ep: Any) -> None:

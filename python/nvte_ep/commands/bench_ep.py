@@ -26,7 +26,7 @@ from nvte_ep.commands.bench_ep_clock import Clock, CudaClock, HostClock
 from nvte_ep.commands.bench_ep_data import Operation, Shape, operations, step_operations
 from nvte_ep.commands.bench_ep_library import Sampling
 from nvte_ep.commands.bench_ep_nccl_ep import NAME as NCCL_EP
-from nvte_ep.commands.bench_ep_output import markdown, plot, text
+from nvte_ep.commands.bench_ep_output import document, markdown, plot, text
 from nvte_ep.commands.bench_ep_rank import TRANSPORTS, Bench, dump
 from nvte_ep.commands.bench_ep_ranks import Processes, Ranks, run_threads
 from nvte_ep.commands.bench_ep_report import Report
@@ -311,7 +311,7 @@ def _finish(arguments: argparse.Namespace, report: Report) -> int:
     if arguments.markdown is not None:
         arguments.markdown.write_text(markdown(report, NCCL_EP))
     if arguments.plot is not None:
-        plot(report, arguments.plot)
+        plot([document(report, NCCL_EP)], arguments.plot)
     for line in text(report, NCCL_EP):
         print(line)
     return 1 if report.failed else 0

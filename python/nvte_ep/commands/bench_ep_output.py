@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from nvte_ep.commands._report import machine_line, size, software_line, table
 from nvte_ep.commands.bench_ep_clock import Spread
+from nvte_ep.commands.bench_ep_data import Shape
 from nvte_ep.commands.bench_ep_goals import PYTHON_CALL, host_goal
 from nvte_ep.commands.bench_ep_growth import Growth, growth
 from nvte_ep.commands.bench_ep_report import Figure, Report, Row, Section
@@ -290,41 +291,52 @@ def markdown(report: Report, peer: str) -> str:
 # ---- plot ------------------------------------------------------------------------------------------------
 
 
-def plot(report: Report, file: Path) -> None:
-    """Bars by operation, a panel for each shape; the floor as a line across them."""
+def plot(documents: Sequence[dict[str, Any]], file: Path) -> None:
+    """Bars by operation, a panel for each shape of the documents, which are as document() makes them and of
+    one machine; the floor as a line across them."""
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
-    panels = [
-        (section.shape.name, [row for row in section.rows if row.figures]) for section in report.sections
-    ]
+    panels = []
+    for one in documents:
+        for shape in one["shapes"]:
+            name = Shape(**{field.name: shape[field.name] for field in fields(Shape)}).name
+            panels.append((name, [row for row in shape["operations"] if row["figures"]]))
+    sides = list(dict.fromkeys(side for _, rows in panels for row in rows for side in row["figures"]))
     height = max(len(rows) for _, rows in panels)
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(10 * len(panels), 1.5 + 0.5 * height), squeeze=False
     )
-    width = 0.8 / max(len(report.sides), 1)
+    width = 0.8 / max(len(sides), 1)
     for axis, (name, rows) in zip(axes[0], panels, strict=True):
-        for number, side in enumerate(report.sides):
+        for number, side in enumerate(sides):
             mine = [
-                (place, row.figures[side].spread) for place, row in enumerate(rows) if side in row.figures
+                (place, row["figures"][side]["microseconds"])
+                for place, row in enumerate(rows)
+                if side in row["figures"]
             ]
             if mine:
-                times = [spread.median for _, spread in mine]
-                low, high = zip(*(spread.range for _, spread in mine), strict=True)
-                errors = ([t - e for t, e in zip(times, low, strict=True)],
-                          [e - t for t, e in zip(times, high, strict=True)])  # fmt: skip
+                times = [time["median"] for _, time in mine]
+                errors = (
+                    [time["median"] - time["10_percent"] for _, time in mine],
+                    [time["90_percent"] - time["median"] for _, time in mine],
+                )
                 places = [place + (number + 0.5) * width - 0.4 for place, _ in mine]
                 axis.barh(places, times, width, label=side, xerr=errors)
         for place, row in enumerate(rows):
             label = "floor" if place == 0 else None
-            axis.plot([row.floor_microseconds] * 2, [place - 0.45, place + 0.45], color="black", label=label)
-        axis.set_yticks(range(len(rows)), [row.operation.key for row in rows])
+            floor = row["floor_microseconds"]
+            axis.plot([floor] * 2, [place - 0.45, place + 0.45], color="black", label=label)
+        axis.set_yticks(range(len(rows)), [row["operation"] for row in rows])
         axis.set_ylim(len(rows) - 0.4, -0.6)
         axis.set_xlabel("microseconds")
         axis.set_title(name)
         axis.grid(True, axis="x", alpha=0.3)
         axis.legend(fontsize=8)
-    figure.suptitle(where(report)[0])
+    first = documents[0]
+    ranks = first["ranks"]
+    who = "1 rank" if ranks["number"] == 1 else f"{ranks['number']} ranks on {ranks['devices']} devices"
+    figure.suptitle(f"nvte_ep {first['library']['version']}, {who}, {machine_line(first['device'])}")
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     pyplot.close(figure)

@@ -3,8 +3,9 @@
 // passes: partial rows of the next one are made while those of the one before are on the links.
 //
 // The sources of a sum (slots, and partial rows of peers) come through a ring of steps in shared memory. A warp asks for the
-// steps that follow, of this item or the next, before it has summed those that are there: what is on its way to a multiprocessor
-// is what it gets done, all the more where there are few of them or where the rows lie behind a link.
+// steps that follow, of its item or, where num_sms bounds the grid and it has several, of the next, before it has summed those that
+// are there: what is on its way to a multiprocessor is what it gets done, all the more where there are few of them or where the
+// rows lie behind a link.
 #include "transports/peer/combine.h"
 
 #include "device/kernel_order.cuh"
