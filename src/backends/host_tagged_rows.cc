@@ -29,10 +29,11 @@ Status HostBackend::locate_rows(const LocateRows& l, nvte_ep_stream_t) {
     if (l.slot_source[s] < 0) l.place[s] = -1;
   }
   for (int32_t e = 0; e < l.num_experts; ++e) {
-    for (int64_t i = 0; i < l.counts[e]; ++i) {
+    for (int64_t i = 0; i < std::min<int64_t>(l.counts[e], l.rows_per_expert); ++i) {
       const int64_t at = e * l.rows_per_expert + i;
       int32_t tag[2];
       std::memcpy(tag, l.rows + at * l.row_stride + l.trailer, sizeof(tag));
+      if (tag[0] < 0 || tag[0] >= l.num_ranks || tag[1] < 0 || tag[1] >= l.tokens) continue;
       const SlotAddress* slots = l.slots + (tag[0] * l.tokens + tag[1]) * l.top_k;
       for (int32_t k = 0; k < l.top_k; ++k) {
         if (slots[k] >= 0 && l.slot_expert[slot_of(slots[k])] == e) l.place[slot_of(slots[k])] = at;

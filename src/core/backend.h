@@ -217,7 +217,7 @@ struct TagRows {
 constexpr int64_t kTagBytes = 16;  // from the trailer to the weights
 
 // Tagged rows that came in any order, expert by expert: place[s] = e * rows_per_expert + i for the row i of expert e that
-// belongs to slot s; -1 for padding.
+// belongs to slot s; -1 for padding. Tags that are none (of rows that an aborted exchange left) place nothing.
 struct LocateRows {
   const uint8_t* rows;  // [num_experts, rows_per_expert]
   int64_t row_stride;
@@ -226,6 +226,7 @@ struct LocateRows {
   int32_t num_experts;
   int64_t rows_per_expert;
   const SlotAddress* slots;  // [num_ranks, tokens, top_k] as Route::in_slots
+  int32_t num_ranks;
   int64_t tokens;
   int32_t top_k;
   const int64_t* slot_source;  // [slots]

@@ -38,9 +38,12 @@ class NcclExchange : public DeviceExchange {
     NVTE_EP_TRY(backend_->create_mark(&ready_));
     NVTE_EP_TRY(backend_->create_mark(&starts_));
     for (Piece& piece : pieces_) NVTE_EP_TRY(backend_->create_mark(&piece.arrived));
-    if (settings_.eager()) return Status();
-    NVTE_EP_TRY(outbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size())));
-    return inbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size()));
+    NVTE_EP_TRY(delay_.reserve(backend_, 32));
+    if (!settings_.eager()) {
+      NVTE_EP_TRY(outbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size())));
+      NVTE_EP_TRY(inbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size())));
+    }
+    return connect();
   }
 
   bool exact_counts() const override { return settings_.eager() && ranks_.size() > 1; }
@@ -78,7 +81,9 @@ class NcclExchange : public DeviceExchange {
     if (begun.ok()) {
       // What comes next on the caller's stream would take all multiprocessors, and NCCL's kernel needs whole ones: it goes first.
       // A second piece starts when the first has come, for which nobody waits here.
-      return piece == 0 ? backend_->wait_mark(starts_, stream) : Status();
+      if (piece != 0) return Status();
+      NVTE_EP_TRY(backend_->wait_mark(starts_, stream));
+      return come_second(stream);
     }
     // Nobody will await the pieces: what the caller does next comes after them all the same, and a capture can end.
     if (marked.ok()) (void)backend_->wait_mark(mine.arrived, stream);
@@ -117,6 +122,31 @@ class NcclExchange : public DeviceExchange {
     void* arrived = nullptr;
     bool aside = false;  // on the side stream
   };
+
+  // In a graph the mark is no node, and both would start together: something small that comes before is.
+  Status come_second(nvte_ep_stream_t stream) {
+    bool capturing = false;
+    NVTE_EP_TRY(backend_->is_capturing(stream, &capturing));
+    if (!capturing) return Status();
+    constexpr int64_t kBytes = 16;
+    uint8_t* const nothing = delay_.as<uint8_t>();
+    return backend_->copy_rows(nothing + kBytes, kBytes, nothing, kBytes, kBytes, 1, stream);
+  }
+
+  // NCCL connects two ranks when they first send each other something, and its call waits until both do. Steps must not wait for
+  // peers on the host, where no clock of ours ends it: so all are connected when the group is made.
+  Status connect() {
+    if (ranks_.size() == 1) return Status();
+    Travel word;
+    word.item_bytes = 16;
+    word.tokens = word.end = 1;
+    word.to_each = true;
+    void* memory = nullptr;
+    NVTE_EP_TRY(outbox(ranks_.size() * word.item_bytes, &memory, nullptr));
+    word.items = memory;
+    NVTE_EP_TRY(exchange({word}, nullptr));
+    return ranks_.wait("group_create", nullptr);
+  }
 
   Status exchange(const std::vector<Travel>& travels, nvte_ep_stream_t stream) {
     return ranks_.watch().step(stream, [&] { return send_and_receive(travels, stream); });
@@ -178,6 +208,7 @@ class NcclExchange : public DeviceExchange {
   Backend* const backend_;
   NcclGroupComm ranks_;
   DeviceBuffer outbox_, inbox_;
+  DeviceBuffer delay_;  // see come_second
   nvte_ep_stream_t side_ = nullptr;
   void* ready_ = nullptr;   // what a piece sends is
   void* starts_ = nullptr;  // a piece does

@@ -12,7 +12,6 @@ namespace {
 
 // Up to here it has been seen to be faster than high-throughput mode; above, its memory gets large.
 constexpr int64_t kMaxTokens = 128;
-constexpr bool kWantedByDefault = false;
 // What its kernels are made for.
 constexpr int64_t kHiddenMultiple = 512;
 constexpr int64_t kMaxHidden = 8192;
@@ -25,7 +24,7 @@ constexpr int64_t kFewestSms = 64;  // of the devices that it is made for
 
 bool low_latency_wanted() {
   const char* value = std::getenv("NVTE_EP_NCCL_EP_LOW_LATENCY");
-  return value != nullptr && value[0] != '\0' ? value[0] != '0' : kWantedByDefault;
+  return value == nullptr || value[0] != '0';
 }
 
 bool low_latency_fits(const GroupSettings& settings, int32_t size) {
@@ -142,6 +141,7 @@ Status NcclEpLowLatency::dispatch(const DispatchCall& call, int32_t format, cons
   locate.num_experts = static_cast<int32_t>(experts);
   locate.rows_per_expert = rows_per_expert();
   locate.slots = route_.in_slots;
+  locate.num_ranks = route_.num_ranks;
   locate.tokens = route_.tokens;
   locate.top_k = settings_.top_k;
   locate.slot_source = route_.slot_source;

@@ -83,8 +83,9 @@ Status NcclGroupComm::wait(const char* step, nvte_ep_stream_t stream) {
   for (;;) {
     bool idle = false;
     NVTE_EP_TRY(backend_->is_idle(stream, &idle));
-    if (idle) return Status();
+    // Idle it is also where the communicator was aborted: what should have come has not.
     NVTE_EP_TRY(failure());
+    if (idle) return Status();
     if (Clock::now() > deadline) {
       const Status late = fail(NVTE_EP_STATUS_TIMEOUT, text(step, ": a peer did not arrive within ",
                                                             static_cast<double>(timeout_ns_) * 1e-9,

@@ -30,6 +30,7 @@ Status StepWatch::begin(nvte_ep_stream_t stream) {
   step->enqueued = false;
   NVTE_EP_TRY(backend_->set_mark(step->began, stream));
   open_ = step;  // not before: a step that did not begin is not pending
+  opened_ = Clock::now();
   return Status();
 }
 
@@ -56,6 +57,11 @@ Status StepWatch::advance() {
 
 Status StepWatch::check() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  const double seconds = static_cast<double>(timeout_ns_) * 1e-9;
+  if (open_ != nullptr && Clock::now() - opened_ > std::chrono::nanoseconds(timeout_ns_)) {
+    return Status(NVTE_EP_STATUS_TIMEOUT, text("a call has waited inside NCCL for ", seconds,
+                                               " s: a peer did not take part (NCCL does not tell which)"));
+  }
   NVTE_EP_TRY(advance());
   if (!oldest_->enqueued) return Status();
   bool began = false;
@@ -68,7 +74,7 @@ Status StepWatch::check() {
   }
   if (now - oldest_->since <= std::chrono::nanoseconds(timeout_ns_)) return Status();
   return Status(NVTE_EP_STATUS_TIMEOUT,
-                text("an exchange has not ended within ", static_cast<double>(timeout_ns_) * 1e-9,
+                text("an exchange has not ended within ", seconds,
                      " s on the device: a peer did not take part (NCCL does not tell which)"));
 }
 

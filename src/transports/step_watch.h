@@ -12,6 +12,7 @@ namespace nvte_ep {
 // A step is what a call of step() puts on a stream. Only the time for which it has been begun and not done counts, not
 // the work before it. The oldest step that is not done and the newest one are kept: when the oldest is done, the newest takes
 // its place, so a step that never ends is found, at the latest, one time-out after it has become the oldest.
+// A call that does not come back from enqueueing its step is found as well: NCCL may wait for peers inside.
 // A captured step leaves no trace: replays are not watched.
 class StepWatch {
  public:
@@ -30,7 +31,7 @@ class StepWatch {
     return enqueued.ok() ? ended : enqueued;
   }
 
-  // TIMEOUT where a step takes too long. Never blocks; any thread.
+  // TIMEOUT where a step takes too long, on the device or to be enqueued. Never blocks; any thread.
   Status check();
   // Whether a step may still be on the device.
   bool pending();
@@ -56,6 +57,7 @@ class StepWatch {
   Step* oldest_ = &steps_[0];
   Step* newest_ = &steps_[1];
   Step* open_ = nullptr;  // between begin and end
+  Clock::time_point opened_;
 };
 
 }  // namespace nvte_ep

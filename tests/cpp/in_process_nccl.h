@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -30,6 +31,7 @@ struct NcclWorld {
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<std::deque<Message>> boxes;
+  std::set<std::pair<int, int>> connected;           // ranks of which the first has sent the second something
   std::map<int, std::shared_ptr<NcclWorld>> splits;  // the n-th
 };
 
@@ -49,6 +51,7 @@ struct NcclCall {
   void* in;
   size_t bytes;
   int peer;
+  bool collective = false;
 };
 inline std::vector<NcclCall>& calls_of_group() {
   thread_local std::vector<NcclCall> calls;
@@ -71,6 +74,7 @@ inline nccl::Result run_calls() {
     NcclWorld& world = *c.comm->world;
     const std::lock_guard<std::mutex> lock(world.mutex);
     world.box(c.comm->rank, c.peer).push_back({c.out, c.bytes, &taken.back()});
+    if (!c.collective) world.connected.insert({c.comm->rank, c.peer});
     world.changed.notify_all();
   }
   for (const NcclCall& c : calls) {
@@ -134,7 +138,7 @@ inline nccl::Api in_process_nccl() {
                          nvte_ep_stream_t) {
     ++group_depth();
     for (int r = 0; r < comm->world->size; ++r) {
-      call_nccl({comm, mine, nullptr, bytes, r});
+      call_nccl({comm, mine, nullptr, bytes, r, true});
       call_nccl({comm, nullptr, static_cast<uint8_t*>(all) + static_cast<size_t>(r) * bytes, bytes, r});
     }
     return --group_depth() > 0 ? 0 : run_calls();

@@ -92,7 +92,8 @@ struct SlotScene {
     return t;
   }
 
-  // What comes: every kept copy at its expert, shuffled, and how many at each.
+  // What comes: every kept copy at its expert, shuffled, and how many at each; last at the first expert rows whose tags are
+  // nobody's, as an aborted exchange may leave them.
   void deliver(std::vector<uint8_t>* came, std::vector<int32_t>* counts) const {
     HostBackend host(1);
     came->assign(static_cast<size_t>(local_experts() * rows_per_expert() * stride()), 0xEE);
@@ -122,6 +123,11 @@ struct SlotScene {
       std::memcpy(came->data() + at * stride(), sent[static_cast<size_t>(source)].data() + token * stride(),
                   static_cast<size_t>(stride()));
     }
+    const int32_t nobodys[][2] = {
+        {-5, 0}, {ranks, 0}, {0, -1}, {0, static_cast<int32_t>(tokens)}, {1 << 30, 1 << 30}};
+    for (const auto& tag : nobodys) {
+      std::memcpy(came->data() + counts->front()++ * stride() + row_bytes, tag, sizeof(tag));
+    }
   }
 
   LocateRows locate(const uint8_t* came, const int32_t* counts, int64_t* place) const {
@@ -133,6 +139,7 @@ struct SlotScene {
     l.num_experts = local_experts();
     l.rows_per_expert = rows_per_expert();
     l.slots = in_slots.data();
+    l.num_ranks = ranks;
     l.tokens = tokens;
     l.top_k = top_k;
     l.slot_source = slot_source.data();

@@ -20,20 +20,22 @@ GroupSettings decode() {
 
 class NcclEpModes : public ::testing::Test {
  protected:
-  NcclEpModes() { setenv(kVariable, "1", 1); }
+  NcclEpModes() { unsetenv(kVariable); }
   ~NcclEpModes() override { unsetenv(kVariable); }
   static constexpr const char* kVariable = "NVTE_EP_NCCL_EP_LOW_LATENCY";
 };
 
 TEST_F(NcclEpModes, SmallBatchesHaveLowLatency) { EXPECT_TRUE(low_latency_fits(decode(), 2)); }
 
-TEST_F(NcclEpModes, OnlyWhereTheEnvironmentAsksForIt) {
-  for (const char* value : {"0", "0x", ""}) {
+TEST_F(NcclEpModes, NotWhereTheEnvironmentDeclinesIt) {
+  for (const char* value : {"0", "0x"}) {
     setenv(kVariable, value, 1);
     EXPECT_FALSE(low_latency_fits(decode(), 2)) << value;
   }
-  unsetenv(kVariable);
-  EXPECT_FALSE(low_latency_fits(decode(), 2));
+  for (const char* value : {"1", ""}) {
+    setenv(kVariable, value, 1);
+    EXPECT_TRUE(low_latency_fits(decode(), 2)) << value;
+  }
 }
 
 TEST_F(NcclEpModes, WhatItsKernelsAreNotMadeForHasHighThroughput) {

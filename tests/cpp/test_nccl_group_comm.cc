@@ -231,6 +231,27 @@ TEST_F(NcclGroupCommTest, ATimeoutEndsTheGroupsOwnCommunicatorAlone) {
   EXPECT_TRUE(base_.check_usable().ok());
 }
 
+TEST_F(NcclGroupCommTest, AStreamThatIsIdleByAnAbortHasNotGotWhatItWaitedFor) {
+  const auto group = make_group();
+  EXPECT_TRUE(group->wait("prepare", nullptr).ok());
+  group->abort("rank 0 aborted the group");
+  EXPECT_EQ(group->wait("prepare", nullptr).code(), NVTE_EP_STATUS_PEER_FAILED);
+}
+
+TEST_F(NcclGroupCommTest, ACallThatStaysInsideForTooLongIsATimeout) {
+  const auto group = make_group();
+  fake_.hold = true;
+  Status stepped;
+  std::thread owner([&] { stepped = step(group.get()); });
+  wait_until_inside();
+  EXPECT_TRUE(group->check_watch().ok());
+  std::this_thread::sleep_for(kTimeout + milliseconds(10));
+  EXPECT_EQ(group->check_watch().code(), NVTE_EP_STATUS_TIMEOUT);
+  group->abort("rank 0 aborted the group");
+  owner.join();
+  EXPECT_EQ(stepped.code(), NVTE_EP_STATUS_TIMEOUT);
+}
+
 TEST_F(NcclGroupCommTest, MeetingsThatAreInVainEndTheCommunicatorThatHasNoGroups) {
   EXPECT_EQ(base_.meeting_point(), &fake_.base);
   base_.end_meetings();

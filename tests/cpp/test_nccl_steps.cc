@@ -1,6 +1,8 @@
 // The steps of `nccl` on host memory, over an NCCL between threads: the same bytes as `threads`.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
 #include <functional>
 #include <numeric>
 #include <random>
@@ -205,6 +207,35 @@ std::vector<Results> over_nccl(const Shape& shape, Backend* backend) {
                    [&](int32_t rank, const GroupSettings& settings, std::unique_ptr<GroupTransport>* group) {
                      return create_nccl(comms[static_cast<size_t>(rank)].get(), settings, backend, group);
                    });
+}
+
+// A call of NCCL that connects ranks waits for them, and no step may.
+TEST(NcclGroup, IsConnectedWhenItIsMade) {
+  for (const int64_t capacity : {0, 160}) {
+    const Shape shape{"three", {1, 2, 3}, 32, 12, 3, capacity};
+    ZeroedHost device;
+    const nccl::Api api = in_process_nccl();
+    const auto world = std::make_shared<NcclWorld>(shape.ranks());
+    std::vector<std::unique_ptr<NcclCommunicator>> comms;
+    for (int32_t rank = 0; rank < shape.ranks(); ++rank) {
+      comms.push_back(
+          std::make_unique<NcclCommunicator>(api, new nccl::CommStruct{world, rank}, rank, shape.ranks(), 0));
+    }
+    std::atomic<size_t> most{0};
+    run_ranks(
+        shape, [&](int32_t rank, const GroupSettings& settings, std::unique_ptr<GroupTransport>* group) {
+          const Status made = create_nccl(comms[static_cast<size_t>(rank)].get(), settings, &device, group);
+          const std::lock_guard<std::mutex> lock(world->mutex);
+          NcclWorld& own = *world->splits.begin()->second;
+          const std::lock_guard<std::mutex> lock_own(own.mutex);
+          size_t here = 0;
+          for (int32_t peer = 0; peer < shape.ranks(); ++peer) here += own.connected.count({rank, peer});
+          EXPECT_EQ(here, static_cast<size_t>(shape.ranks() - 1)) << "rank " << rank;
+          most = std::max(most.load(), own.connected.size());
+          return made;
+        });
+    EXPECT_EQ(most, size_t{6});
+  }
 }
 
 class NcclSteps : public ::testing::TestWithParam<Shape> {};

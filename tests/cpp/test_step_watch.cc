@@ -145,6 +145,18 @@ TEST_F(StepWatchTest, StepThatIsBeingEnqueuedIsPending) {
   EXPECT_FALSE(watch_.pending());
 }
 
+TEST_F(StepWatchTest, CallThatDoesNotComeBackIsFound) {
+  const Status enqueued = watch_.step(nullptr, [&] {
+    EXPECT_EQ(seen(), NVTE_EP_STATUS_OK);
+    wait();
+    EXPECT_EQ(seen(), NVTE_EP_STATUS_TIMEOUT);
+    return Status();
+  });
+  ASSERT_TRUE(enqueued.ok());
+  device_.passed = 2;
+  EXPECT_EQ(seen(), NVTE_EP_STATUS_OK);
+}
+
 TEST_F(StepWatchTest, StepThatIsRefusedIsWatchedForWhatItEnqueued) {
   EXPECT_EQ(watch_.step(nullptr, [] { return invalid_argument("no"); }).code(),
             NVTE_EP_STATUS_INVALID_ARGUMENT);

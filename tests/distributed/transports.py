@@ -66,8 +66,10 @@ class Transport:
     aborts_travel: bool = True  # an abort ends the waits of the peers at once; else their time-out does
     creation_times_out: bool = True  # where a rank never creates its group
     survives_failures: bool = True  # processes can go on when a group of theirs has failed
-    # Its kernels are compiled at run time for each shape, which takes a minute: it gets the cases of one.
+    # Its kernels are compiled at run time for each shape, which takes a minute: it gets the cases of one, with room for so many
+    # tokens.
     one_shape: bool = False
+    room_for_tokens: int = 170
     # How thorough the suites are where they could go on for ever.
     examples: int = 40  # of routings that are made up
     alignments: tuple[int, ...] = (1, 16, 32, 64, 128, 256)
@@ -112,8 +114,8 @@ class Transport:
             return None
         if case.hidden > 64 or case.experts > 64 or case.top_k > 8 or case.max_tokens > 128:
             return None
-        # Room for more than the small batches that have kernels of their own.
-        shape = {"hidden": 512, "experts": max(8, 4 * case.ranks), "top_k": 3, "room_for_tokens": 170}
+        shape = {"hidden": 512, "experts": max(8, 4 * case.ranks), "top_k": 3}
+        shape["room_for_tokens"] = self.room_for_tokens
         return dataclasses.replace(case, **shape)
 
     def sum_format(self, format: str) -> str:
@@ -195,6 +197,8 @@ ALL = [
     Transport("peer_processes", "peer", "nccl", **_PEER, **_PROCESSES),
     Transport("peer_ipc", "peer", "nccl", variables=_IPC, **_PEER, **_PROCESSES),
     Transport("nccl_ep", "nccl_ep", "nccl", **_NCCL_EP, **_NCCL, **_PROCESSES),
+    # Few enough tokens for its low-latency mode.
+    Transport("nccl_ep_few", "nccl_ep", "nccl", room_for_tokens=128, **_NCCL_EP, **_NCCL, **_PROCESSES),
     Transport("nccl", "nccl", "nccl", **_NCCL, **_PROCESSES),
 ]
 

@@ -64,7 +64,7 @@ def inputs(setup: Setup, rank: int) -> dict[str, Any]:
     topk[rng.random(topk.shape) < 0.1] = -1
     if tokens > 3:
         topk[1, 0] = setup.experts + 3  # out of range
-        topk[2, 1] = topk[2, 0]  # twice
+        topk[2, -1] = topk[2, 0]  # twice, where there are two
     x = torch.from_numpy(rng.standard_normal((tokens, setup.hidden)).astype(np.float32))
     return {
         "topk": torch.from_numpy(topk),

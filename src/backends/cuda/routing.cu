@@ -93,6 +93,12 @@ __device__ Chunk chunk_of(const Route& r, int64_t chunk) {
   return c;
 }
 
+// An expert of the routing, or -1. What the ranks sent is clean; what an exchange left that was aborted may be anything, and must not
+// become an address: a sticky error of the device would outlive the group.
+__device__ int32_t expert_of(const Route& r, int32_t index) {
+  return index < 0 || index >= r.num_experts ? -1 : index;
+}
+
 // ---- count ----
 
 __global__ void __launch_bounds__(kWarp* kWarpsPerBlock) count_kernel(Route r) {
@@ -106,7 +112,8 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerBlock) count_kernel(Route r) {
   const Chunk c = chunk_of(r, chunk);
   const int32_t* indices = r.indices + c.rank * r.tokens * r.top_k;
   for (int64_t i = c.begin + lane; i < c.end; i += kWarp) {
-    if (indices[i] >= 0) atomicAdd(&hist[indices[i]], 1);
+    const int32_t expert = expert_of(r, indices[i]);
+    if (expert >= 0) atomicAdd(&hist[expert], 1);
   }
   if (r.rank_rows == nullptr || c.rank != r.rank) return;  // assign fills in the ranks that hold something
   for (int64_t i = c.begin + lane; i < c.end; i += kWarp) {
@@ -222,7 +229,7 @@ __device__ void assign_chunk(const Route& r, const Workspace& w, int64_t chunk, 
   int32_t* next = w.hist + chunk * r.num_experts;
   for (int64_t first = c.begin; first < c.end; first += kWarp) {
     const int64_t i = first + lane;
-    const int32_t expert = i < c.end ? indices[i] : -1;
+    const int32_t expert = i < c.end ? expert_of(r, indices[i]) : -1;
     const unsigned same = __match_any_sync(0xFFFFFFFFu, expert);
     SlotAddress address = -1;
     if (expert >= 0) {

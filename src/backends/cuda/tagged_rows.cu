@@ -56,6 +56,7 @@ __global__ void __launch_bounds__(kThreads) locate_rows(const LocateRows l, int6
   const int32_t expert = static_cast<int32_t>(at / l.rows_per_expert);
   if (expert >= l.num_experts || at % l.rows_per_expert >= l.counts[expert]) return;
   const int32_t* tag = reinterpret_cast<const int32_t*>(l.rows + at * l.row_stride + l.trailer);
+  if (tag[0] < 0 || tag[0] >= l.num_ranks || tag[1] < 0 || tag[1] >= l.tokens) return;
   const SlotAddress* slots = l.slots + (tag[0] * l.tokens + tag[1]) * l.top_k;
   for (int32_t k = 0; k < l.top_k; ++k) {
     if (slots[k] >= 0 && l.slot_expert[slot_of(slots[k])] == expert) l.place[slot_of(slots[k])] = at;
