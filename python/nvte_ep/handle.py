@@ -164,9 +164,12 @@ class Handle:
             raise BadStateError(Status.BAD_STATE, f"{function}: handle: it is closed")
         if verb != "prepare" and self._total is None and not self.group.info.recv_capacity:
             raise _not_prepared(function)
-        call = Call(function, arrays, stream, self.group.device)
+        call = self._new_call(function, arrays, stream)
         call.names = _NAMES
         return call
+
+    def _new_call(self, function: str, arrays: dict[str, Any], stream: Any) -> Call:
+        return Call(function, arrays, stream, self.group.device)
 
     def _run(self, call: Call, arguments: _abi.SizedStruct) -> None:
         state = self.group._state

@@ -34,11 +34,11 @@ class NcclExchange : public DeviceExchange {
 
   Status open(NcclCommunicator* base) {
     NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL));
+    NVTE_EP_TRY(backend_->preload());  // to load one waits for the kernels that run, those of NCCL that wait for a peer too
     NVTE_EP_TRY(backend_->create_stream(&side_));
     NVTE_EP_TRY(backend_->create_mark(&ready_));
     NVTE_EP_TRY(backend_->create_mark(&starts_));
     for (Piece& piece : pieces_) NVTE_EP_TRY(backend_->create_mark(&piece.arrived));
-    NVTE_EP_TRY(delay_.reserve(backend_, 32));
     if (!settings_.eager()) {
       NVTE_EP_TRY(outbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size())));
       NVTE_EP_TRY(inbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size())));
@@ -81,9 +81,7 @@ class NcclExchange : public DeviceExchange {
     if (begun.ok()) {
       // What comes next on the caller's stream would take all multiprocessors, and NCCL's kernel needs whole ones: it goes first.
       // A second piece starts when the first has come, for which nobody waits here.
-      if (piece != 0) return Status();
-      NVTE_EP_TRY(backend_->wait_mark(starts_, stream));
-      return come_second(stream);
+      return piece == 0 ? backend_->wait_mark(starts_, stream) : Status();
     }
     // Nobody will await the pieces: what the caller does next comes after them all the same, and a capture can end.
     if (marked.ok()) (void)backend_->wait_mark(mine.arrived, stream);
@@ -122,16 +120,6 @@ class NcclExchange : public DeviceExchange {
     void* arrived = nullptr;
     bool aside = false;  // on the side stream
   };
-
-  // In a graph the mark is no node, and both would start together: something small that comes before is.
-  Status come_second(nvte_ep_stream_t stream) {
-    bool capturing = false;
-    NVTE_EP_TRY(backend_->is_capturing(stream, &capturing));
-    if (!capturing) return Status();
-    constexpr int64_t kBytes = 16;
-    uint8_t* const nothing = delay_.as<uint8_t>();
-    return backend_->copy_rows(nothing + kBytes, kBytes, nothing, kBytes, kBytes, 1, stream);
-  }
 
   // NCCL connects two ranks when they first send each other something, and its call waits until both do. Steps must not wait for
   // peers on the host, where no clock of ours ends it: so all are connected when the group is made.
@@ -208,7 +196,6 @@ class NcclExchange : public DeviceExchange {
   Backend* const backend_;
   NcclGroupComm ranks_;
   DeviceBuffer outbox_, inbox_;
-  DeviceBuffer delay_;  // see come_second
   nvte_ep_stream_t side_ = nullptr;
   void* ready_ = nullptr;   // what a piece sends is
   void* starts_ = nullptr;  // a piece does

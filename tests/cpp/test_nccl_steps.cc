@@ -20,6 +20,11 @@ namespace {
 class ZeroedHost final : public HostBackend {
  public:
   ZeroedHost() : HostBackend(1) {}
+  Status preload() override {
+    ++preloads;
+    return Status();
+  }
+  std::atomic<int> preloads{0};
   Status allocate(int64_t bytes, void** pointer) override {
     NVTE_EP_TRY(HostBackend::allocate(bytes, pointer));
     if (bytes > 0) std::memset(*pointer, 0, static_cast<size_t>(bytes));
@@ -209,8 +214,8 @@ std::vector<Results> over_nccl(const Shape& shape, Backend* backend) {
                    });
 }
 
-// A call of NCCL that connects ranks waits for them, and no step may.
-TEST(NcclGroup, IsConnectedWhenItIsMade) {
+// A call of NCCL that connects ranks waits for them, and so does a kernel that is loaded behind one of NCCL's. No step may.
+TEST(NcclGroup, IsConnectedAndHasItsKernelsWhenItIsMade) {
   for (const int64_t capacity : {0, 160}) {
     const Shape shape{"three", {1, 2, 3}, 32, 12, 3, capacity};
     ZeroedHost device;
@@ -224,7 +229,9 @@ TEST(NcclGroup, IsConnectedWhenItIsMade) {
     std::atomic<size_t> most{0};
     run_ranks(
         shape, [&](int32_t rank, const GroupSettings& settings, std::unique_ptr<GroupTransport>* group) {
-          const Status made = create_nccl(comms[static_cast<size_t>(rank)].get(), settings, &device, group);
+          const int before = device.preloads;
+      const Status made = create_nccl(comms[static_cast<size_t>(rank)].get(), settings, &device, group);
+      EXPECT_GT(device.preloads, before);
           const std::lock_guard<std::mutex> lock(world->mutex);
           NcclWorld& own = *world->splits.begin()->second;
           const std::lock_guard<std::mutex> lock_own(own.mutex);

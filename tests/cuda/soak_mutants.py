@@ -25,6 +25,7 @@ class Mutant:
     name: str
     file: str  # below src
     edits: tuple[tuple[str, str], ...]
+    soak: tuple[str, ...] = ("--iterations", "500")  # arguments of soak_peer that find it
 
 
 WAIT = "while (is_missing(meeting_of(flag = load_acquire(arrival)), epoch))"
@@ -43,7 +44,13 @@ MUTANTS = (
         "transports/peer/prepare_few.cu",
         ((NUMBER, NUMBER.replace("== epoch", "!= 0")),),
     ),
-    Mutant("one_copy", "transports/peer/pools.h", (("return now & 1u;", "return 0u * now;"),)),
+    # Whose rows are overwritten must still be at them: many, and not as many on every rank.
+    Mutant(
+        "one_copy",
+        "transports/peer/pools.h",
+        (("return now & 1u;", "return 0u * now;"),),
+        ("--iterations", "200", "--tokens", "2048", "--hidden", "2048", "--delay", "5"),
+    ),
 )
 
 
@@ -114,7 +121,7 @@ def main() -> int:
     build = Path(sys.argv[1]).resolve()
     arguments = sys.argv[2:]
     steps = [step for step in ("--build-only", "--run-only") if step in arguments]
-    arguments = [a for a in arguments if a not in steps] or ["--ranks", "2", "--iterations", "500"]
+    arguments = [a for a in arguments if a not in steps] or ["--ranks", "2"]
     survivors = []
     for mutant in MUTANTS:
         library = build / "mutants" / mutant.name / "libnvte_ep.so.1"
@@ -122,7 +129,7 @@ def main() -> int:
             library = build_mutant(build, mutant)
         if "--build-only" in steps:
             continue
-        code, output = soak(build, library, arguments)
+        code, output = soak(build, library, [*arguments, *mutant.soak])
         found = code == 1  # wrong rows, or a report of what nobody did
         verdict = "found" if found else "NOT FOUND"
         print(f"{mutant.name}: {verdict} (exit {code})\n  {output[-400:]}", flush=True)

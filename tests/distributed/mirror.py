@@ -314,8 +314,8 @@ class MirroredCall(Call):
 class MirroredHandle(Handle):
     group: MirroredGroup
 
-    def _begin(self, verb: str, arrays: dict[str, Any], stream: Any) -> Call:
-        return MirroredCall(self.group, f"nvte_ep_handle_{verb}", arrays, stream)
+    def _new_call(self, function: str, arrays: dict[str, Any], stream: Any) -> Call:
+        return MirroredCall(self.group, function, arrays, stream)
 
     def _receive(self, call: Call, arguments: _abi.DispatchArgs, *options: Any) -> Received:
         received = super()._receive(call, arguments, *options)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from nvte_ep import Status
 
-from distributed import mirror
+from distributed import failures, mirror
 from distributed.cases import CASES, Case
 from distributed.checks import CHECKS, assert_same_step
 from distributed.launcher import ProcessPool, Rank
@@ -32,6 +32,11 @@ def test_a_mirrored_step_is_a_step(name: str) -> None:
         check(MIRRORED, case, steps)
     for got, expected in zip(steps, THREADS.run(case.ranks, run_step, THREADS, case), strict=True):
         assert_same_step(got, expected)
+
+
+def test_a_mirrored_call_is_refused_in_the_same_words() -> None:
+    case = Case("refused", ranks=2, experts=6, tokens=(12, 24), capacity=256)
+    MIRRORED.run(2, failures.refused_call_is_repeated, MIRRORED, case)
 
 
 def test_steps_travel_through_a_pool_of_processes() -> None:

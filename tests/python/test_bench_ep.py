@@ -394,9 +394,13 @@ def test_recorder(tmp_path: Path) -> None:
     np.testing.assert_array_equal(rows.numpy(), wanted)
     with Recorder() as recorder:
         nvte_ep.nvfp4_pack(tokens, out=rows)
-    recorder.made[0][1][1].contents.data = None
-    with pytest.raises(nvte_ep.InvalidArgumentError):
-        recorder.bare()()
+    tensor = recorder.made[0][1][1].contents
+    tensor.data = None
+    try:
+        with pytest.raises(nvte_ep.InvalidArgumentError):
+            recorder.bare()()
+    finally:
+        tensor.data = rows.pointer  # the struct is kept for the next array that lies there
 
 
 # ---- on a device that is none ----------------------------------------------------------------------------
