@@ -159,12 +159,16 @@ for part in ${parts//,/ }; do
       unset NVTE_EP_PEER_MEMORY
       ;;
     sanitizer)
-      for tool in memcheck racecheck; do
-        for transport in peer nccl; do
-          step "${tool}_$transport" 90 "$python" -m distributed.programs --ranks 2 compute-sanitizer --tool "$tool" \
-            --error-exitcode 9 --print-limit 20 "$build/tests/cuda/conformance_ranks" "$transport"
-        done
-      done
+      small=("$build/tests/cuda/soak_peer" --ranks 2 --gpus "$gpus" --iterations 2 --tokens 24 --hidden 256 --delay 0)
+      checker=("${preload[@]}" compute-sanitizer --error-exitcode 9 --print-limit 20 --target-processes all)
+      step memcheck_peer 60 "${checker[@]}" --tool memcheck "${small[@]}"
+      step racecheck_peer 60 "${checker[@]}" --tool racecheck "${small[@]}"
+      # Not racecheck: NCCL's kernels are not ours to mend.
+      step memcheck_nccl 90 "${checker[@]}" --tool memcheck "${small[@]}" --transport nccl --kind processes
+      steps=tests/gpu/test_device_transports.py::test_nccl_ep
+      step memcheck_nccl_ep 120 "${checker[@]}" --tool memcheck "$python" -m pytest -p no:cacheprovider -q \
+        "${steps}_processes[1 ranks, nvfp4, bfloat16, H 512, capacity 1024, T 170]" \
+        "${steps}_low_latency[2 ranks, nvfp4, bfloat16, H 512, capacity 640]"
       ;;
     bench)
       moved="dispatch bf16 ->,packed -> rows,nvfp4 -> operand,combine bf16"
