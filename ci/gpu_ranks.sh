@@ -145,6 +145,7 @@ for part in ${parts//,/ }; do
       if [[ ,$transports, == *,peer_threads,* ]]; then
         step "soak_threads_$soak_passes" 150 "${soak[@]}" --passes "$soak_passes"
         step soak_threads_graph 60 "${soak[@]}" --passes "$((soak_passes < 20 ? soak_passes : 20))" --graph
+        step soak_threads_hog 60 "${soak[@]}" --passes "$((soak_passes < 20 ? soak_passes : 20))" --hog 60
         step soak_threads_groups 30 "${soak[@]}" --passes 5 --groups 3
         step soak_threads_many 40 "${soak[@]}" --passes 2 --iterations 300 --tokens 2048 --hidden 7168  # combine in passes
       fi
@@ -160,15 +161,18 @@ for part in ${parts//,/ }; do
       ;;
     sanitizer)
       small=("$build/tests/cuda/soak_peer" --ranks 2 --gpus "$gpus" --iterations 2 --tokens 24 --hidden 256 --delay 0)
-      checker=("${preload[@]}" compute-sanitizer --error-exitcode 9 --print-limit 20 --target-processes all)
+      # NCCL asks for attributes of kernels that are not there, which is no error of a kernel.
+      checker=("${preload[@]}" compute-sanitizer --error-exitcode 9 --print-limit 20 --target-processes all
+        --report-api-errors no)
       step memcheck_peer 60 "${checker[@]}" --tool memcheck "${small[@]}"
       step racecheck_peer 60 "${checker[@]}" --tool racecheck "${small[@]}"
       # Not racecheck: NCCL's kernels are not ours to mend.
       step memcheck_nccl 90 "${checker[@]}" --tool memcheck "${small[@]}" --transport nccl --kind processes
-      steps=tests/gpu/test_device_transports.py::test_nccl_ep
+      # Not low-latency mode: a race of NCCL EP's is lost under it (docs/device_transports.md).
+      steps=tests/gpu/test_device_transports.py::test_nccl_ep_processes
       step memcheck_nccl_ep 120 "${checker[@]}" --tool memcheck "$python" -m pytest -p no:cacheprovider -q \
-        "${steps}_processes[1 ranks, nvfp4, bfloat16, H 512, capacity 1024, T 170]" \
-        "${steps}_low_latency[2 ranks, nvfp4, bfloat16, H 512, capacity 640]"
+        "${steps}[1 ranks, nvfp4, bfloat16, H 512, capacity 1024, T 170]" \
+        "${steps}[2 ranks, nvfp4, bfloat16, H 512, capacity 1024, T 170]"
       ;;
     bench)
       moved="dispatch bf16 ->,packed -> rows,nvfp4 -> operand,combine bf16"

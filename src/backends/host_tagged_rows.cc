@@ -29,6 +29,7 @@ Status HostBackend::locate_rows(const LocateRows& l, nvte_ep_stream_t) {
     if (l.slot_source[s] < 0) l.place[s] = -1;
   }
   for (int32_t e = 0; e < l.num_experts; ++e) {
+    if (l.counts[e] != (e < l.num_expected ? l.expected[e] : 0)) *l.differs = 1;
     for (int64_t i = 0; i < std::min<int64_t>(l.counts[e], l.rows_per_expert); ++i) {
       const int64_t at = e * l.rows_per_expert + i;
       int32_t tag[2];

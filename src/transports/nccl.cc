@@ -34,7 +34,9 @@ class NcclExchange : public DeviceExchange {
 
   Status open(NcclCommunicator* base) {
     NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL));
-    NVTE_EP_TRY(backend_->preload());  // to load one waits for the kernels that run, those of NCCL that wait for a peer too
+    NVTE_EP_TRY(
+        backend_
+            ->preload());  // to load one waits for the kernels that run, those of NCCL that wait for a peer too
     NVTE_EP_TRY(backend_->create_stream(&side_));
     NVTE_EP_TRY(backend_->create_mark(&ready_));
     NVTE_EP_TRY(backend_->create_mark(&starts_));

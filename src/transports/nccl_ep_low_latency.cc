@@ -149,6 +149,9 @@ Status NcclEpLowLatency::dispatch(const DispatchCall& call, int32_t format, cons
   locate.num_slots = slots;
   locate.slot_count = IndexView{route_.totals, true};
   locate.place = place_.as<int64_t>();
+  locate.expected = route_.tokens_per_expert;
+  locate.num_expected = route_.num_experts / route_.num_ranks;
+  locate.differs = ranks_->low_latency_differs();
   NVTE_EP_TRY(backend->locate_rows(locate, stream));
   GatherRows gather{};
   gather.rows.block = came;

@@ -78,6 +78,8 @@ class NcclEpRanks : public RoutingRanks {
   nccl_ep::Group low_latency_group() const { return low_latency_group_; }
   void* low_latency_send_rows() const { return low_latency_send_rows_.as<void>(); }
   void* low_latency_rows() const { return low_latency_rows_.as<void>(); }
+  // For the device to say that other rows came than were sent.
+  int32_t* low_latency_differs() const { return low_latency_differs_; }
   const SlotAddress* identity() const { return identity_.as<SlotAddress>(); }
   void forget(NcclEpSlots* handle) { handles_.erase(std::find(handles_.begin(), handles_.end(), handle)); }
   int32_t rank() const { return ranks_.rank(); }
@@ -101,6 +103,7 @@ class NcclEpRanks : public RoutingRanks {
   nccl_ep::Group low_latency_group_ = nullptr;
   DeviceBuffer low_latency_send_rows_;  // [max_tokens] of low_latency_row_bytes
   DeviceBuffer low_latency_rows_;       // [local experts, ranks, max_tokens] of the same
+  int32_t* low_latency_differs_ = nullptr;
   std::vector<NcclEpSlots*> handles_;
   DeviceBuffer identity_;                   // [max_tokens_per_rank]: token t is item t
   DeviceBuffer token_rows_, slot_rows_;     // of token_bytes

@@ -16,7 +16,7 @@ struct SlotScene {
   int64_t row_bytes = 48;
 
   std::vector<int32_t> indices;  // [ranks, tokens, top_k]
-  std::vector<int64_t> totals, slot_source;
+  std::vector<int64_t> totals, slot_source, kept_of_expert;
   std::vector<int32_t> slot_k, slot_expert, kept;
   std::vector<SlotAddress> in_slots, slots;
   Route route;
@@ -37,6 +37,7 @@ struct SlotScene {
     slot_k.resize(static_cast<size_t>(capacity));
     slot_expert.resize(static_cast<size_t>(capacity));
     in_slots.resize(choices * static_cast<size_t>(ranks));
+    kept_of_expert.resize(static_cast<size_t>(local_experts()));
     slots.resize(choices);
     kept.resize(choices);
     route.rank = rank;
@@ -48,6 +49,7 @@ struct SlotScene {
     route.tokens = tokens;
     route.indices = indices.data();
     route.totals = totals.data();
+    route.tokens_per_expert = kept_of_expert.data();
     route.slot_source = slot_source.data();
     route.slot_k = slot_k.data();
     route.slot_expert = slot_expert.data();
@@ -92,9 +94,9 @@ struct SlotScene {
     return t;
   }
 
-  // What comes: every kept copy at its expert, shuffled, and how many at each; last at the first expert rows whose tags are
-  // nobody's, as an aborted exchange may leave them.
-  void deliver(std::vector<uint8_t>* came, std::vector<int32_t>* counts) const {
+  // What comes: every kept copy at its expert, shuffled, and how many at each; where there are nobody's, last at the first expert
+  // rows with tags as an aborted exchange may leave them.
+  void deliver(std::vector<uint8_t>* came, std::vector<int32_t>* counts, bool with_nobodys) const {
     HostBackend host(1);
     came->assign(static_cast<size_t>(local_experts() * rows_per_expert() * stride()), 0xEE);
     counts->assign(static_cast<size_t>(local_experts()), 0);
@@ -123,6 +125,7 @@ struct SlotScene {
       std::memcpy(came->data() + at * stride(), sent[static_cast<size_t>(source)].data() + token * stride(),
                   static_cast<size_t>(stride()));
     }
+    if (!with_nobodys) return;
     const int32_t nobodys[][2] = {
         {-5, 0}, {ranks, 0}, {0, -1}, {0, static_cast<int32_t>(tokens)}, {1 << 30, 1 << 30}};
     for (const auto& tag : nobodys) {
@@ -130,7 +133,7 @@ struct SlotScene {
     }
   }
 
-  LocateRows locate(const uint8_t* came, const int32_t* counts, int64_t* place) const {
+  LocateRows locate(const uint8_t* came, const int32_t* counts, int64_t* place, int32_t* differs) const {
     LocateRows l{};
     l.rows = came;
     l.row_stride = stride();
@@ -147,6 +150,9 @@ struct SlotScene {
     l.num_slots = capacity;
     l.slot_count = IndexView{const_cast<int64_t*>(totals.data()), true};
     l.place = place;
+    l.expected = kept_of_expert.data();
+    l.num_expected = local_experts();
+    l.differs = differs;
     return l;
   }
 };

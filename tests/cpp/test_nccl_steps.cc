@@ -230,8 +230,8 @@ TEST(NcclGroup, IsConnectedAndHasItsKernelsWhenItIsMade) {
     run_ranks(
         shape, [&](int32_t rank, const GroupSettings& settings, std::unique_ptr<GroupTransport>* group) {
           const int before = device.preloads;
-      const Status made = create_nccl(comms[static_cast<size_t>(rank)].get(), settings, &device, group);
-      EXPECT_GT(device.preloads, before);
+          const Status made = create_nccl(comms[static_cast<size_t>(rank)].get(), settings, &device, group);
+          EXPECT_GT(device.preloads, before);
           const std::lock_guard<std::mutex> lock(world->mutex);
           NcclWorld& own = *world->splits.begin()->second;
           const std::lock_guard<std::mutex> lock_own(own.mutex);

@@ -22,14 +22,20 @@ TEST(SlotExchange, KeptIndicesAreThoseOfSlots) {
   EXPECT_GT(dropped, 0) << "the capacity is chosen so that some do not fit";
 }
 
-TEST(SlotExchange, TaggedRowsFindTheirSlots) {
+class SlotExchangeRows : public ::testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(AndNobodys, SlotExchangeRows, ::testing::Bool());
+
+TEST_P(SlotExchangeRows, TaggedRowsFindTheirSlots) {
   const SlotScene scene;
   HostBackend host(1);
   std::vector<uint8_t> came;
   std::vector<int32_t> counts;
-  scene.deliver(&came, &counts);
+  scene.deliver(&came, &counts, GetParam());
   std::vector<int64_t> place(static_cast<size_t>(scene.capacity), -7);
-  ASSERT_TRUE(host.locate_rows(scene.locate(came.data(), counts.data(), place.data()), nullptr).ok());
+  int32_t differs = 0;
+  ASSERT_TRUE(
+      host.locate_rows(scene.locate(came.data(), counts.data(), place.data(), &differs), nullptr).ok());
+  EXPECT_EQ(differs, GetParam()) << "rows that nobody sent are told";
   for (int64_t s = scene.in_use(); s < scene.capacity; ++s) EXPECT_EQ(place[static_cast<size_t>(s)], -7);
 
   GatherRows gather{};
@@ -76,6 +82,23 @@ TEST(SlotExchange, TaggedRowsFindTheirSlots) {
       const size_t where = static_cast<size_t>(at * scene.stride() + i);
       ASSERT_EQ(back[where], is_there && i < scene.row_bytes ? came[where] : 0xEE);
     }
+  }
+}
+
+TEST(SlotExchange, ARowThatDoesNotComeIsTold) {
+  const SlotScene scene;
+  HostBackend host(1);
+  std::vector<uint8_t> came;
+  std::vector<int32_t> counts;
+  scene.deliver(&came, &counts, false);
+  std::vector<int64_t> place(static_cast<size_t>(scene.capacity), -7);
+  for (size_t e = 0; e < counts.size(); ++e) {
+    std::vector<int32_t> fewer = counts;
+    --fewer[e];
+    int32_t differs = 0;
+    const LocateRows locate = scene.locate(came.data(), fewer.data(), place.data(), &differs);
+    ASSERT_TRUE(host.locate_rows(locate, nullptr).ok());
+    EXPECT_EQ(differs, 1) << "expert " << e;
   }
 }
 

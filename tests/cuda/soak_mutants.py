@@ -44,12 +44,12 @@ MUTANTS = (
         "transports/peer/prepare_few.cu",
         ((NUMBER, NUMBER.replace("== epoch", "!= 0")),),
     ),
-    # Whose rows are overwritten must still be at them: many, and not as many on every rank.
+    # Found on two GPUs alone: a rank must be held up in the middle of a call, while its peer goes on.
     Mutant(
         "one_copy",
         "transports/peer/pools.h",
         (("return now & 1u;", "return 0u * now;"),),
-        ("--iterations", "200", "--tokens", "2048", "--hidden", "2048", "--delay", "5"),
+        ("--gpus", "2", "--iterations", "2000", "--hog", "60"),
     ),
 )
 

@@ -5,11 +5,12 @@
 //
 //   soak_peer [--kind threads|processes] [--ranks N] [--gpus N] [--passes N] [--seconds S] [--iterations N] [--graph]
 //             [--groups N] [--delay MICROSECONDS] [--tokens N] [--hidden N] [--timeout SECONDS] [--kill RANK] [--stall RANK]
-//             [--transport peer|nccl]
+//             [--transport peer|nccl] [--hog MICROSECONDS]
 //
 // An iteration: prepare with a new routing; dispatch in bf16 with weights; combine; dispatch with other data; dispatch
 // backward; combine backward of packed nvfp4 rows. Two handles take turns. --groups: each with a stream of its own, all in
-// flight at once. --graph captures an iteration of each handle and replays it. --kill: that process is killed with
+// flight at once. --graph captures an iteration of each handle and replays it. --hog: now and then, for so long at most, another
+// kernel fills a rank's GPU, as the caller's own work does; not in graphs. So a rank may be behind in the middle of a call. --kill: that process is killed with
 // SIGKILL in mid-run, and the others must name it within twice the time-out and end by themselves. --stall: it is stopped, and
 // goes on when the others have given up: then it must name itself.
 // Exit code: 0 all right, 1 wrong data or a wrong report, 2 usage, 3 a failure of the run itself.
@@ -126,17 +127,23 @@ struct Counters {
 
 __global__ void advance(int64_t* iteration) { ++*iteration; }
 
-__global__ void delay(const int64_t* iteration, int rank, int site, int most_us) {
-  const uint32_t r = random_word(kDelay, *iteration, rank, site, 0);
-  if (most_us == 0 || r % 4 != 0) return;
-  const uint64_t wait =
-      static_cast<uint64_t>((r >> 4) % static_cast<uint32_t>(most_us)) * (r % 64 == 0 ? 10000 : 1000);
+__device__ void wait_ns(uint64_t ns) {
   uint64_t start, now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
   do {
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  } while (now - start < wait);
+  } while (now - start < ns);
 }
+
+__global__ void delay(const int64_t* iteration, int rank, int site, int most_us) {
+  const uint32_t r = random_word(kDelay, *iteration, rank, site, 0);
+  if (most_us == 0 || r % 4 != 0) return;
+  wait_ns(static_cast<uint64_t>((r >> 4) % static_cast<uint32_t>(most_us)) * (r % 64 == 0 ? 10000 : 1000));
+}
+
+// Other work: as many blocks as there are multiprocessors, with so much shared memory that nothing fits beside them.
+constexpr int kAllSharedBytes = 200 << 10;
+__global__ void __launch_bounds__(1024) occupy(uint64_t ns) { wait_ns(ns); }
 
 __global__ void route(Shape s, const int64_t* iteration, int rank, int rows, int32_t* topk, float* weights) {
   const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
@@ -265,7 +272,7 @@ __global__ void check_sums(Shape s, What what, const int64_t* iteration, int ran
 
 struct Options {
   bool processes = false, graph = false;
-  int ranks = 2, gpus = 1, passes = 1, iterations = 2000, groups = 1, delay_us = 40, tokens = 96,
+  int ranks = 2, gpus = 1, passes = 1, iterations = 2000, groups = 1, delay_us = 40, hog_us = 0, tokens = 96,
       hidden = 512, kill = -1;
   bool stall = false;  // the rank to kill is stopped instead
   double seconds = 0, timeout = 20;
@@ -320,6 +327,12 @@ class RankRun {
     device_ = rank_ % o_.gpus;
     CUDA(cudaSetDevice(device_));
     CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    int least = 0, greatest = 0;
+    CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    CUDA(cudaStreamCreateWithPriority(&other_work_, cudaStreamNonBlocking, greatest));
+    CUDA(cudaEventCreateWithFlags(&reached_, cudaEventDisableTiming));
+    CUDA(cudaDeviceGetAttribute(&sms_, cudaDevAttrMultiProcessorCount, device_));
+    CUDA(cudaFuncSetAttribute(occupy, cudaFuncAttributeMaxDynamicSharedMemorySize, kAllSharedBytes));
     const int experts = 4 * o_.ranks;
     const int64_t worst = int64_t{o_.ranks} * o_.tokens * kTopK + 4 * kAlignment;
     shape_ =
@@ -521,6 +534,17 @@ class RankRun {
   }
   void pause(int site) {
     if (o_.delay_us > 0) delay<<<1, 1, 0, stream_>>>(iteration_, rank_, site, o_.delay_us);
+    if (o_.hog_us > 0 && !o_.graph) start_other_work(site);
+  }
+  // A while from here on, beside what the stream gets next.
+  void start_other_work(int site) {
+    const uint32_t r = random_word(kDelay, ++pauses_, rank_, 1000 + site, 0),
+                   most = static_cast<uint32_t>(o_.hog_us);
+    if (r % 4 != 0) return;
+    CUDA(cudaEventRecord(reached_, stream_));
+    CUDA(cudaStreamWaitEvent(other_work_, reached_, 0));
+    occupy<<<1, 1, 0, other_work_>>>((r >> 4) % most * uint64_t{1000});
+    occupy<<<sms_, 1024, kAllSharedBytes, other_work_>>>((r >> 14) % most * uint64_t{1000});
   }
 
   bool check_alive(nvte_ep_status_t status) {
@@ -545,7 +569,10 @@ class RankRun {
   const int64_t base_;  // groups have other data
   int device_ = 0;
   Shape shape_{};
-  cudaStream_t stream_ = nullptr;
+  cudaStream_t stream_ = nullptr, other_work_ = nullptr;
+  cudaEvent_t reached_ = nullptr;  // by stream_
+  int sms_ = 0;
+  int64_t pauses_ = 0;
   nvte_ep_group_t group_ = nullptr;
   nvte_ep_handle_t handles_[2] = {};
   cudaGraphExec_t replays_[2] = {};
@@ -676,6 +703,7 @@ bool parse(int argc, char** argv, Options* o) {
                           : name == "--iterations" ? &o->iterations
                           : name == "--groups"     ? &o->groups
                           : name == "--delay"      ? &o->delay_us
+                          : name == "--hog"        ? &o->hog_us
                           : name == "--tokens"     ? &o->tokens
                           : name == "--hidden"     ? &o->hidden
                           : name == "--kill"       ? &o->kill

@@ -16,6 +16,7 @@ class SlotParity : public CudaTest {
   std::unique_ptr<Mirror> source_ = Mirror::of(scene_.slot_source);
   std::unique_ptr<Mirror> choice_ = Mirror::of(scene_.slot_k);
   std::unique_ptr<Mirror> expert_ = Mirror::of(scene_.slot_expert);
+  std::unique_ptr<Mirror> kept_of_expert_ = Mirror::of(scene_.kept_of_expert);
   std::unique_ptr<Mirror> in_slots_ = Mirror::of(scene_.in_slots);
   IndexView count(bool cuda) { return IndexView{totals_->on(cuda), true}; }
   Backend* backend(bool cuda) { return cuda ? cuda_ : host_; }
@@ -57,18 +58,25 @@ TEST_F(SlotParity, TaggedRows) {
   }
 }
 
-TEST_F(SlotParity, RowsFindTheirSlotsAndGoBack) {
+// Whether rows come that nobody sent.
+class SlotRowsParity : public SlotParity, public ::testing::WithParamInterface<bool> {};
+INSTANTIATE_TEST_SUITE_P(AndNobodys, SlotRowsParity, ::testing::Bool());
+
+TEST_P(SlotRowsParity, FindTheirSlotsAndGoBack) {
   std::vector<uint8_t> delivered;
   std::vector<int32_t> delivered_counts;
-  scene_.deliver(&delivered, &delivered_counts);
+  scene_.deliver(&delivered, &delivered_counts, GetParam());
   auto came = Mirror::of(delivered);
   auto counts = Mirror::of(delivered_counts);
   auto back = Mirror::of(std::vector<uint8_t>(delivered.size(), 0xEE));
+  auto differs = Mirror::of(std::vector<int32_t>{0});
   Mirror place(static_cast<size_t>(scene_.capacity * 8));
   Mirror rows(static_cast<size_t>(scene_.capacity * scene_.row_bytes)),
       weights(static_cast<size_t>(scene_.capacity * 4));
   for (const bool cuda : {false, true}) {
-    LocateRows l = scene_.locate(came->on(cuda), as<int32_t>(*counts, cuda), as<int64_t>(place, cuda));
+    LocateRows l = scene_.locate(came->on(cuda), as<int32_t>(*counts, cuda), as<int64_t>(place, cuda),
+                                 as<int32_t>(*differs, cuda));
+    l.expected = as<int64_t>(*kept_of_expert_, cuda);
     l.slots = as<SlotAddress>(*in_slots_, cuda);
     l.slot_source = as<int64_t>(*source_, cuda);
     l.slot_expert = as<int32_t>(*expert_, cuda);
@@ -99,6 +107,8 @@ TEST_F(SlotParity, RowsFindTheirSlotsAndGoBack) {
   }
   ASSERT_CUDA(cudaDeviceSynchronize());
   EXPECT_TRUE(place.equal("place"));
+  EXPECT_TRUE(differs->equal("differs"));
+  EXPECT_EQ(*as<int32_t>(*differs, false), GetParam());
   EXPECT_TRUE(rows.equal("rows"));
   EXPECT_TRUE(weights.equal("weights"));
   EXPECT_TRUE(back->equal("rows that went back"));

@@ -42,9 +42,15 @@ __global__ void __launch_bounds__(kThreads) tag_rows(const TagRows t) {
   }
 }
 
-// A thread a row that may have come; the blocks behind them look at the slots for padding.
+// A thread a row that may have come; the blocks behind them look at the slots for padding, the first also at the counts.
 __global__ void __launch_bounds__(kThreads) locate_rows(const LocateRows l, int64_t row_blocks) {
   if (blockIdx.x >= row_blocks) {
+    if (blockIdx.x == row_blocks) {
+      for (int32_t e = static_cast<int32_t>(threadIdx.x); e < l.num_experts; e += kThreads) {
+        if (l.counts[e] != (e < l.num_expected ? l.expected[e] : 0))
+          *static_cast<volatile int32_t*>(l.differs) = 1;
+      }
+    }
     const int64_t slots = in_use(l.slot_count, l.num_slots);
     for (int64_t s = (blockIdx.x - row_blocks) * kThreads + threadIdx.x; s < slots;
          s += (gridDim.x - row_blocks) * kThreads) {
@@ -100,7 +106,7 @@ Status launch_locate_rows(const LocateRows& l, const LaunchContext& context) {
   const int64_t row_blocks = (l.num_experts * l.rows_per_expert + kThreads - 1) / kThreads;
   LaunchShape shape;
   shape.threads = kThreads;
-  shape.blocks = row_blocks + std::min<int64_t>((l.num_slots + kThreads - 1) / kThreads, context.sms);
+  shape.blocks = row_blocks + std::clamp<int64_t>((l.num_slots + kThreads - 1) / kThreads, 1, context.sms);
   return launch_kernel<locate_rows>("locate_rows", context, shape, l, row_blocks);
 }
 
