@@ -544,8 +544,9 @@ NVTE_EP_API nvte_ep_status_t nvte_ep_group_memory(nvte_ep_comm_t comm, const nvt
 NVTE_EP_API nvte_ep_status_t nvte_ep_group_info(nvte_ep_group_t group, nvte_ep_group_info_t* info);
 
 /* What went wrong after a call had returned. Never blocks; any thread. Findings (bad or duplicated index, overflow) are
- * cleared when read, one at a time; fatal ones (TIMEOUT, PEER_FAILED, and INVALID_ARGUMENT with count 0: transport peer has
- * found the ranks in different calls, or with tokens of different types) stay: then only abort and destroy are accepted.
+ * cleared when read, one at a time; fatal ones (count 0: TIMEOUT, PEER_FAILED; INVALID_ARGUMENT: transport peer has found the
+ * ranks in different calls, or with tokens of different types; TRANSPORT: NCCL EP handed out other rows than were sent) stay:
+ * then only abort and destroy are accepted.
  * Returns OK when it could tell; the answer is info->status. Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_group_poll_error(nvte_ep_group_t group, nvte_ep_error_info_t* info);
 

@@ -35,7 +35,7 @@ _ALIGNMENT = 256  # arrays keep their addresses modulo this
 _WINDOW_BYTES = 16 << 20
 _POLL_SECONDS = 5e-5
 _GRACE_SECONDS = 0.1
-_FATAL = (Status.TIMEOUT, Status.PEER_FAILED)
+_FATAL = (Status.TIMEOUT, Status.PEER_FAILED, Status.TRANSPORT)
 
 
 class Memory(Protocol):

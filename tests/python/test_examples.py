@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import nvte_ep
 import pytest
+from nvte_ep.group import ErrorInfo
 
 ROOT = Path(__file__).resolve().parents[2]
 MOE_LAYER = ROOT / "examples" / "python" / "moe_layer.py"
@@ -62,3 +63,11 @@ def test_the_guides_error_loop_ends(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(nvte_ep.PeerFailedError):
             report(group)
     group.close()
+
+    class RanksInDifferentCalls:  # as `peer` tells them, for ever
+        @staticmethod
+        def poll_error() -> ErrorInfo:
+            return ErrorInfo(nvte_ep.Status.INVALID_ARGUMENT, 1, None, 0, 0)
+
+    with pytest.raises(nvte_ep.InvalidArgumentError):
+        report(RanksInDifferentCalls())
