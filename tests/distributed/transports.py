@@ -66,8 +66,8 @@ class Transport:
     aborts_travel: bool = True  # an abort ends the waits of the peers at once; else their time-out does
     creation_times_out: bool = True  # where a rank never creates its group
     survives_failures: bool = True  # processes can go on when a group of theirs has failed
-    # Its kernels are compiled at run time for each shape, which takes a minute: it gets the cases of one, with room for so many
-    # tokens.
+    # Its kernels are compiled at run time for each shape, which takes a minute: it gets the cases of one,
+    # with room for so many tokens.
     one_shape: bool = False
     room_for_tokens: int = 170
     # How thorough the suites are where they could go on for ever.
