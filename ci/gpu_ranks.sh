@@ -14,8 +14,8 @@ usage: ci/gpu_ranks.sh [--ranks N] [--parts PART,...] [--transports NAME,...] [-
                  (default: the number of GPUs; for the suites at least 4)
   --quick        of the suites: no case of more than N ranks, and not what is the same on every transport; a short soak
   --parts        of build,suites,soak,bench (default: these) and sanitizer
-  --transports   of peer_threads,peer_processes,peer_ipc,nccl_ep,nccl (default: all but peer_ipc; one that cannot run is
-                 a failure)
+  --transports   of peer_threads,peer_processes,peer_ipc,nccl_ep,nccl_ep_few,nccl (default: all but peer_ipc; one that
+                 cannot run is a failure)
   --soak-passes  of the soaks of threads, 2,000 iterations each (default: 50; with --quick 5)
   --figures      of bench: of layer,steps,sms24,backward,tokens,experts,threads (default: these); the last on one GPU
   --out DIR      summary.txt, logs.tar.gz and the figures of bench (default: $OUT, else build/gpu_ranks)
@@ -26,7 +26,7 @@ Environment: NVTE_EP_BUILD_DIR (build: the GPU side goes to build-gpu), PYTHON (
 TEXT
 }
 
-ranks="" parts=build,suites,soak,bench transports=peer_threads,peer_processes,nccl_ep,nccl again=0 quick=0 seconds=530
+ranks="" parts=build,suites,soak,bench transports=peer_threads,peer_processes,nccl_ep,nccl_ep_few,nccl again=0 quick=0 seconds=530
 soak_passes="" figures=layer,steps,sms24,backward,tokens,experts,threads
 out="${OUT:-$BUILD_DIR/gpu_ranks}"
 while [[ $# -gt 0 ]]; do
@@ -120,8 +120,9 @@ for part in ${parts//,/ }; do
         --durations 15)
       exchanges=(steps capture)
       others=(identities failures)
-      [[ $quick -eq 1 ]] || others+=(checklist fidelity gradients routing_properties stochastic)
-      # Processes that share GPUs take turns in time slices, so one suite of them at a time, in three steps for a run that is
+      same=()  # on every transport
+      [[ $quick -eq 1 ]] || same=(checklist fidelity gradients routing_properties stochastic)
+      # Processes that share GPUs take turns in time slices, so one suite of them at a time, in steps for a run that is
       # cut off: each must end within its limit. Threads may run beside them.
       # suites TRANSPORT STEP SECONDS NAME...
       suites() {
@@ -130,13 +131,15 @@ for part in ${parts//,/ }; do
         NVTE_EP_TRANSPORTS="$1" step "$name" "$limit" "${suite[@]}" --junit-xml "$work/$name.xml" "${tests[@]/%/.py}"
       }
       if [[ ,$transports, == *,peer_threads,* ]]; then
-        suites peer_threads all 150 "${exchanges[@]}" "${others[@]}" &
+        suites peer_threads all 150 "${exchanges[@]}" "${others[@]}" "${same[@]}" &
       fi
       for transport in ${transports//,/ }; do
         [[ $transport != peer_threads ]] || continue
         suites "$transport" exchanges 240 "${exchanges[@]}"
-        [[ $transport == nccl_ep ]] || suites "$transport" programs 200 programs  # of any shape: nccl_ep compiles for each
+        [[ $transport != nccl_ep* ]] || continue  # it compiles for each shape, and the others have any
+        suites "$transport" programs 200 programs
         suites "$transport" others 200 "${others[@]}"
+        [[ ${#same[@]} -eq 0 ]] || suites "$transport" same 240 "${same[@]}"
       done
       wait
       ;;
