@@ -119,7 +119,7 @@ for part in ${parts//,/ }; do
       suite=("$python" -m pytest -p no:cacheprovider -v --tb=short -o faulthandler_timeout=120 -o junit_family=xunit1
         --durations 15)
       exchanges=(steps capture)
-      others=(identities failures)
+      groups=(identities failures)
       same=()  # on every transport
       [[ $quick -eq 1 ]] || same=(checklist fidelity gradients routing_properties stochastic)
       # Processes that share GPUs take turns in time slices, so one suite of them at a time, in steps for a run that is
@@ -131,14 +131,14 @@ for part in ${parts//,/ }; do
         NVTE_EP_TRANSPORTS="$1" step "$name" "$limit" "${suite[@]}" --junit-xml "$work/$name.xml" "${tests[@]/%/.py}"
       }
       if [[ ,$transports, == *,peer_threads,* ]]; then
-        suites peer_threads all 150 "${exchanges[@]}" "${others[@]}" "${same[@]}" &
+        suites peer_threads all 150 "${exchanges[@]}" "${groups[@]}" "${same[@]}" &
       fi
       for transport in ${transports//,/ }; do
         [[ $transport != peer_threads ]] || continue
         suites "$transport" exchanges 240 "${exchanges[@]}"
         [[ $transport != nccl_ep* ]] || continue  # it compiles for each shape, and the others have any
         suites "$transport" programs 200 programs
-        suites "$transport" others 200 "${others[@]}"
+        suites "$transport" groups 200 "${groups[@]}"
         [[ ${#same[@]} -eq 0 ]] || suites "$transport" same 240 "${same[@]}"
       done
       wait
@@ -167,15 +167,21 @@ for part in ${parts//,/ }; do
       # NCCL asks for attributes of kernels that are not there, which is no error of a kernel.
       checker=("${preload[@]}" compute-sanitizer --error-exitcode 9 --print-limit 20 --target-processes all
         --report-api-errors no)
-      step memcheck_peer 60 "${checker[@]}" --tool memcheck "${small[@]}"
-      step racecheck_peer 60 "${checker[@]}" --tool racecheck "${small[@]}"
+      if [[ ,$transports, == *,peer_* ]]; then
+        step memcheck_peer 60 "${checker[@]}" --tool memcheck "${small[@]}"
+        step racecheck_peer 60 "${checker[@]}" --tool racecheck "${small[@]}"
+      fi
       # Not racecheck: NCCL's kernels are not ours to mend.
-      step memcheck_nccl 90 "${checker[@]}" --tool memcheck "${small[@]}" --transport nccl --kind processes
+      if [[ ,$transports, == *,nccl,* ]]; then
+        step memcheck_nccl 90 "${checker[@]}" --tool memcheck "${small[@]}" --transport nccl --kind processes
+      fi
       # Not low-latency mode: a race of NCCL EP's is lost under it (docs/device_transports.md).
-      steps=tests/gpu/test_device_transports.py::test_nccl_ep_processes
-      step memcheck_nccl_ep 120 "${checker[@]}" --tool memcheck "$python" -m pytest -p no:cacheprovider -q \
-        "${steps}[1 ranks, nvfp4, bfloat16, H 512, capacity 1024, T 170]" \
-        "${steps}[2 ranks, nvfp4, bfloat16, H 512, capacity 1024, T 170]"
+      if [[ ,$transports, == *,nccl_ep,* ]]; then
+        steps=tests/gpu/test_device_transports.py::test_nccl_ep_processes
+        step memcheck_nccl_ep 150 "${checker[@]}" --tool memcheck "$python" -m pytest -p no:cacheprovider -q \
+          "${steps}[1 ranks, nvfp4, bfloat16, H 512, capacity 1024, T 170]" \
+          "${steps}[2 ranks, nvfp4, bfloat16, H 512, capacity 1024, T 170]"
+      fi
       ;;
     bench)
       moved="dispatch bf16 ->,packed -> rows,nvfp4 -> operand,combine bf16"

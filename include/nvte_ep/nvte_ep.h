@@ -65,7 +65,7 @@ enum {
   NVTE_EP_STATUS_BAD_STATE = 3,        /* the object cannot do this now (dispatch before prepare, destroyed group) */
   NVTE_EP_STATUS_OUT_OF_MEMORY = 4,
   NVTE_EP_STATUS_CUDA = 5,        /* the CUDA runtime or driver reported an error */
-  NVTE_EP_STATUS_TRANSPORT = 6,   /* NCCL or NCCL EP reported an error */
+  NVTE_EP_STATUS_TRANSPORT = 6,   /* NCCL or NCCL EP reported an error, or handed out other rows than were sent */
   NVTE_EP_STATUS_PEER_FAILED = 7, /* a peer aborted, left or died; fatal for the group */
   NVTE_EP_STATUS_TIMEOUT = 8,     /* a peer did not arrive in time; fatal for the group */
   NVTE_EP_STATUS_OVERFLOW = 9,    /* more slots than recv_capacity; the kept ones are exact */
@@ -114,12 +114,13 @@ enum { /* what dispatch and combine_backward hand out */
   NVTE_EP_RECEIVE_OPERAND = 2  /* nvte_ep_operand_t */
 };
 enum { NVTE_EP_COMM_THREADS = 1, NVTE_EP_COMM_NCCL = 2 };
+/* What each can: docs/device_transports.md. */
 enum {
-  NVTE_EP_TRANSPORT_AUTO = 0,
-  NVTE_EP_TRANSPORT_THREADS = 1,
-  NVTE_EP_TRANSPORT_PEER = 2,
-  NVTE_EP_TRANSPORT_NCCL_EP = 3,
-  NVTE_EP_TRANSPORT_NCCL = 4
+  NVTE_EP_TRANSPORT_AUTO = 0,    /* host memory: THREADS; else the first of PEER, NCCL_EP, NCCL that serves the config */
+  NVTE_EP_TRANSPORT_THREADS = 1, /* ranks are threads of one process, host memory */
+  NVTE_EP_TRANSPORT_PEER = 2,    /* ranks load each other's device memory: one NVLink domain. No zero_copy */
+  NVTE_EP_TRANSPORT_NCCL_EP = 3, /* needs NCCL EP and nvcc at run time. No sums in MXFP8 */
+  NVTE_EP_TRANSPORT_NCCL = 4     /* ncclSend and ncclRecv. No zero_copy, num_sms 0, no sums in MXFP8 */
 };
 enum { /* more slots than recv_capacity */
   NVTE_EP_ON_OVERFLOW_ERROR = 0, /* nvte_ep_group_poll_error reports OVERFLOW with the rows needed */
@@ -437,7 +438,7 @@ typedef struct nvte_ep_comm_config {
   int32_t rank;      /* [0, num_ranks) */
   int32_t device_id; /* NCCL: the CUDA device of this rank */
   const uint8_t* unique_id; /* NVTE_EP_UNIQUE_ID_BYTES bytes, the same on every rank; NULL allowed with one rank */
-  int64_t timeout_ns;       /* how long creation waits for the peers; 0 = 100 s */
+  int64_t timeout_ns;       /* how long what is ours waits for the peers in creation, not NCCL itself; 0 = 100 s */
 } nvte_ep_comm_config_t;
 #define NVTE_EP_COMM_CONFIG_INIT { (uint32_t)sizeof(nvte_ep_comm_config_t), 0, 0, 0, 0, 0, NULL, 0 }
 #define NVTE_EP_COMM_CONFIG_V1_SIZE 40
@@ -519,16 +520,18 @@ typedef struct nvte_ep_error_info {
   uint32_t struct_size;
   uint32_t flags;
   nvte_ep_status_t status;  /* OK: nothing to report */
-  int32_t rank;             /* the rank it is about: the peer that failed, or this rank for a finding; -1 unknown */
+  int32_t rank;             /* it is about: the peer that failed or gave no weights, else this rank; -1 unknown */
   nvte_ep_handle_t handle;  /* the handle it happened on, or NULL */
-  int64_t count;            /* INVALID_ARGUMENT: bad or duplicated indices; OVERFLOW: rows dropped */
+  int64_t count;            /* INVALID_ARGUMENT: bad or duplicated indices, or weights that the rank did not give;
+                             * OVERFLOW: rows dropped; 0: fatal */
   int64_t needed_rows;      /* OVERFLOW: the recv_capacity that would have been enough */
 } nvte_ep_error_info_t;
 #define NVTE_EP_ERROR_INFO_INIT { (uint32_t)sizeof(nvte_ep_error_info_t), 0, 0, 0, NULL, 0, 0 }
 #define NVTE_EP_ERROR_INFO_V1_SIZE 40
 
-/* Creates this rank's member of a group. Collective: waits for every rank of comm, timeout_ns at most.
- * [in] config, [out] group. Ranks that disagree on a setting all get INVALID_ARGUMENT naming it. Since ABI 1. */
+/* Creates this rank's member of a group. Collective: waits for every rank of comm, timeout_ns at most, but over NCCL for ever
+ * for a rank that never calls (transports NCCL and NCCL_EP). [in] config, [out] group.
+ * Ranks that disagree on a setting all get INVALID_ARGUMENT naming it. Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_group_create(nvte_ep_comm_t comm, const nvte_ep_group_config_t* config,
                                                   nvte_ep_group_t* group);
 
@@ -551,7 +554,8 @@ NVTE_EP_API nvte_ep_status_t nvte_ep_group_info(nvte_ep_group_t group, nvte_ep_g
 NVTE_EP_API nvte_ep_status_t nvte_ep_group_poll_error(nvte_ep_group_t group, nvte_ep_error_info_t* info);
 
 /* Ends the group: this rank's and the peers' waits, in flight and later, return PEER_FAILED naming this rank. Any thread,
- * never blocks. Since ABI 1. */
+ * never blocks. Over NCCL (transports NCCL and NCCL_EP) the peers are told by their own time-out instead, and it may take the
+ * 0.2 s that a call of NCCL on another thread is left in peace. Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_group_abort(nvte_ep_group_t group);
 
 /* Symmetric memory for zero_copy. Collective, the same size on every rank; aligned to 256 bytes; on the group's device.
@@ -609,7 +613,8 @@ typedef struct nvte_ep_prepare_args {
  * once the stream has passed. An index out of range, and an expert's second mention in one token, count as -1 and are
  * reported by nvte_ep_group_poll_error. slot_source and slot_expert are written up to total_rows. In an eager group the host
  * waits for the count and slot_source and slot_expert must hold at least total_rows (else INVALID_ARGUMENT after the routing
- * is set). Statuses: INVALID_ARGUMENT, BAD_STATE, TIMEOUT, PEER_FAILED, CUDA, TRANSPORT. Since ABI 1. */
+ * is set). The first prepare of a handle on a device waits for all ranks, so it comes before a capture.
+ * Statuses: INVALID_ARGUMENT, BAD_STATE, TIMEOUT, PEER_FAILED, CUDA, TRANSPORT. Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_handle_prepare(nvte_ep_handle_t handle, const nvte_ep_prepare_args_t* args,
                                                     nvte_ep_stream_t stream);
 

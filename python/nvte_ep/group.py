@@ -66,6 +66,8 @@ class ErrorInfo:
         text = f"nvte_ep_group_poll_error: {self.status.name}: rank {self.rank}"
         if self.count:
             text += f", count {self.count}"
+            if self.status is Status.INVALID_ARGUMENT:
+                text += " (topk_idx out of range or named twice, or topk_weights that this rank did not give)"
         if self.needed_rows:
             text += f", recv_capacity needed {self.needed_rows}"
         return exception(self.status, text)

@@ -34,11 +34,15 @@ Status HostBackend::locate_rows(const LocateRows& l, nvte_ep_stream_t) {
       const int64_t at = e * l.rows_per_expert + i;
       int32_t tag[2];
       std::memcpy(tag, l.rows + at * l.row_stride + l.trailer, sizeof(tag));
-      if (tag[0] < 0 || tag[0] >= l.num_ranks || tag[1] < 0 || tag[1] >= l.tokens) continue;
-      const SlotAddress* slots = l.slots + (tag[0] * l.tokens + tag[1]) * l.top_k;
-      for (int32_t k = 0; k < l.top_k; ++k) {
-        if (slots[k] >= 0 && l.slot_expert[slot_of(slots[k])] == e) l.place[slot_of(slots[k])] = at;
+      const bool known = tag[0] >= 0 && tag[0] < l.num_ranks && tag[1] >= 0 && tag[1] < l.tokens;
+      const SlotAddress* slots = l.slots + (known ? tag[0] * l.tokens + tag[1] : 0) * l.top_k;
+      bool found = false;
+      for (int32_t k = 0; known && k < l.top_k; ++k) {
+        if (slots[k] < 0 || l.slot_expert[slot_of(slots[k])] != e) continue;
+        l.place[slot_of(slots[k])] = at;
+        found = true;
       }
+      if (!found) *l.differs = 1;
     }
   }
   return Status();

@@ -234,7 +234,8 @@ struct LocateRows {
   int64_t num_slots;
   IndexView slot_count;  // [1] slots in use
   int64_t* place;        // [slots]
-  // Where other numbers of rows came than were sent, *differs (memory that the host reads) becomes 1.
+  // Where other numbers of rows came than were sent, or one for which there is no slot, *differs (memory that the host reads)
+  // becomes 1.
   const int64_t* expected;  // [num_expected] rows of each expert; of the experts behind them none
   int32_t num_expected;
   int32_t* differs;

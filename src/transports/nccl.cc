@@ -32,20 +32,13 @@ class NcclExchange : public DeviceExchange {
     for (Piece& piece : pieces_) backend_->destroy_mark(piece.arrived);
   }
 
+  // What a rank needs of its own comes before what it does with the others: where one rank lacks it, none waits for it.
   Status open(NcclCommunicator* base) {
     NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL));
-    NVTE_EP_TRY(
-        backend_
-            ->preload());  // to load one waits for the kernels that run, those of NCCL that wait for a peer too
-    NVTE_EP_TRY(backend_->create_stream(&side_));
-    NVTE_EP_TRY(backend_->create_mark(&ready_));
-    NVTE_EP_TRY(backend_->create_mark(&starts_));
-    for (Piece& piece : pieces_) NVTE_EP_TRY(backend_->create_mark(&piece.arrived));
-    if (!settings_.eager()) {
-      NVTE_EP_TRY(outbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size())));
-      NVTE_EP_TRY(inbox_.reserve(backend_, outbox_bytes(settings_, ranks_.size())));
-    }
-    return connect();
+    NVTE_EP_TRY(ranks_.settle("group_create", reserve(), nullptr));
+    const Status connected = connect();
+    if (!connected.ok()) ranks_.abort(connected.message());
+    return connected;
   }
 
   bool exact_counts() const override { return settings_.eager() && ranks_.size() > 1; }
@@ -123,20 +116,36 @@ class NcclExchange : public DeviceExchange {
     bool aside = false;  // on the side stream
   };
 
-  // NCCL connects two ranks when they first send each other something, and its call waits until both do. Steps must not wait for
-  // peers on the host, where no clock of ours ends it: so all are connected when the group is made.
+  Status reserve() {
+    // Loading a kernel waits for those that run, NCCL's that wait for a peer among them.
+    NVTE_EP_TRY(backend_->preload());
+    NVTE_EP_TRY(backend_->create_stream(&side_));
+    NVTE_EP_TRY(backend_->create_mark(&ready_));
+    NVTE_EP_TRY(backend_->create_mark(&starts_));
+    for (Piece& piece : pieces_) NVTE_EP_TRY(backend_->create_mark(&piece.arrived));
+    const int64_t bytes = settings_.eager() ? ranks_.size() * std::max(kWord, routing_bytes())
+                                            : outbox_bytes(settings_, ranks_.size());
+    NVTE_EP_TRY(outbox_.reserve(backend_, bytes));
+    return inbox_.reserve(backend_, bytes);
+  }
+
+  // NCCL connects two ranks when they first send each other something, and all of them for a kind of collective when it is first
+  // made; its call waits until they come. Steps must not wait for peers on the host, where no clock of ours ends it: so a word goes
+  // from each to each, and as much as a routing has around, when the group is made.
   Status connect() {
     if (ranks_.size() == 1) return Status();
     Travel word;
-    word.item_bytes = 16;
+    word.items = outbox_.as<void>();
+    word.item_bytes = kWord;
     word.tokens = word.end = 1;
     word.to_each = true;
-    void* memory = nullptr;
-    NVTE_EP_TRY(outbox(ranks_.size() * word.item_bytes, &memory, nullptr));
-    word.items = memory;
     NVTE_EP_TRY(exchange({word}, nullptr));
+    NVTE_EP_TRY(gather(outbox_.as<void>(), inbox_.as<void>(), routing_bytes(), nullptr));
     return ranks_.wait("group_create", nullptr);
   }
+  static constexpr int64_t kWord = 16;  // bytes
+  // That a rank gives in prepare, at most.
+  int64_t routing_bytes() const { return settings_.max_tokens_per_rank * settings_.max_top_k * 4; }
 
   Status exchange(const std::vector<Travel>& travels, nvte_ep_stream_t stream) {
     return ranks_.watch().step(stream, [&] { return send_and_receive(travels, stream); });

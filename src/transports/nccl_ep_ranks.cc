@@ -51,22 +51,40 @@ NcclEpRanks::~NcclEpRanks() {
 }
 
 Status NcclEpRanks::open(NcclCommunicator* base) {
-  NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL_EP, low_latency_wanted()));
-  // AUTO goes on to the next transport where one rank cannot take part.
-  NVTE_EP_TRY(ranks_.settle("group_create", nccl_ep::load(&api_), nullptr));
-  NVTE_EP_TRY(backend_->preload());
+  const bool low_latency = low_latency_fits(settings_, ranks_.size());
+  NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL_EP, low_latency));
+  // What a rank needs of its own comes before what it does with the others: where one rank lacks it, none waits for it, and AUTO goes
+  // on to the next transport.
+  NVTE_EP_TRY(ranks_.settle("group_create", reserve(low_latency), nullptr));
   NVTE_EP_TRY(backend_->with_device([&] { return create_group(); }));
-  if (low_latency_fits(settings_, ranks_.size())) NVTE_EP_TRY(open_low_latency());
-  std::vector<SlotAddress> identity(static_cast<size_t>(settings_.max_tokens_per_rank));
-  std::iota(identity.begin(), identity.end(), SlotAddress{0});
-  NVTE_EP_TRY(identity_.reserve(backend_, settings_.max_tokens_per_rank * 8));
-  NVTE_EP_TRY(
-      backend_->upload(identity_.as<void>(), identity.data(), settings_.max_tokens_per_rank * 8, nullptr));
-  NVTE_EP_TRY(token_rows_.reserve(backend_, settings_.max_tokens_per_rank * token_bytes(settings_)));
-  const int64_t slot_bytes = settings_.recv_capacity * token_bytes(settings_);
-  if (!settings_.zero_copy) return slot_rows_.reserve(backend_, slot_bytes);
+  if (low_latency) NVTE_EP_TRY(open_low_latency());
+  if (!settings_.zero_copy) return Status();
   agreed_places_.insert({num_blocks_, 0});  // the same on every rank by construction
-  return allocate_symmetric(backend_, slot_bytes, &symmetric_slot_rows_);
+  return allocate_symmetric(backend_, settings_.recv_capacity * token_bytes(settings_),
+                            &symmetric_slot_rows_);
+}
+
+Status NcclEpRanks::reserve(bool low_latency) {
+  NVTE_EP_TRY(nccl_ep::load(&api_));
+  NVTE_EP_TRY(backend_->preload());
+  const int64_t tokens = settings_.max_tokens_per_rank;
+  std::vector<SlotAddress> identity(static_cast<size_t>(tokens));
+  std::iota(identity.begin(), identity.end(), SlotAddress{0});
+  NVTE_EP_TRY(identity_.reserve(backend_, tokens * 8));
+  NVTE_EP_TRY(backend_->upload(identity_.as<void>(), identity.data(), tokens * 8, nullptr));
+  NVTE_EP_TRY(token_rows_.reserve(backend_, tokens * token_bytes(settings_)));
+  if (!settings_.zero_copy)
+    NVTE_EP_TRY(slot_rows_.reserve(backend_, settings_.recv_capacity * token_bytes(settings_)));
+  if (!low_latency) return Status();
+  void* shared = nullptr;
+  NVTE_EP_TRY(backend_->allocate_shared(sizeof(int32_t), &shared));
+  low_latency_differs_ = static_cast<int32_t*>(shared);
+  *low_latency_differs_ = 0;
+  const int64_t row_bytes = low_latency_row_bytes(token_bytes(settings_), settings_.max_top_k);
+  NVTE_EP_TRY(low_latency_send_rows_.reserve(backend_, max_tokens(settings_) * row_bytes));
+  // Every expert may get all tokens of all ranks.
+  return low_latency_rows_.reserve(
+      backend_, int64_t{kept_experts()} * ranks_.size() * max_tokens(settings_) * row_bytes);
 }
 
 Status NcclEpRanks::create_group() {
@@ -97,24 +115,18 @@ Status NcclEpRanks::open_low_latency() {
   // Its kernels end when a peer does not come in time; without this they would trap.
   config.enable_mask = 1;
   config.timeout_ns = static_cast<uint64_t>(settings_.timeout_ns);
-  void* shared = nullptr;
-  NVTE_EP_TRY(backend_->allocate_shared(sizeof(int32_t), &shared));
-  low_latency_differs_ = static_cast<int32_t*>(shared);
-  *low_latency_differs_ = 0;
-  NVTE_EP_TRY(backend_->with_device([&] {
+  return backend_->with_device([&] {
     return check(ranks_.api(), api_->ncclEpCreateGroup(&low_latency_group_, ranks_.comm(), &config),
                  "ncclEpCreateGroup (low latency)", ranks_.comm());
-  }));
-  NVTE_EP_TRY(low_latency_send_rows_.reserve(backend_, max_tokens(settings_) * row_bytes));
-  // Every expert may get all tokens of all ranks.
-  return low_latency_rows_.reserve(
-      backend_, int64_t{kept_experts()} * ranks_.size() * max_tokens(settings_) * row_bytes);
+  });
 }
 
 Status NcclEpRanks::failure(int32_t* rank) {
   *rank = -1;
   NVTE_EP_TRY(ranks_.failure());
   if (low_latency_group_ == nullptr) return Status();
+  // In this order: rows of a peer that did not come in time are missing, too, and the device says so after that.
+  const bool differs = *static_cast<volatile int32_t*>(low_latency_differs_) != 0;
   int late = 0;
   (void)api_->ncclEpGetAsyncError(low_latency_group_, &late);
   if (late != 0) {
@@ -122,13 +134,14 @@ Status NcclEpRanks::failure(int32_t* rank) {
                        text("a peer did not arrive within ", static_cast<double>(settings_.timeout_ns) * 1e-9,
                             " s (NCCL EP does not tell which)"));
   }
-  if (*static_cast<volatile int32_t*>(low_latency_differs_) == 0) return Status();
+  if (!differs) return Status();
   // Its dispatch kernel tells its other warps that all counts have come before it writes down the last one (NCCL EP 0.2.0): seen
   // under compute-sanitizer, which makes that write slow, and nowhere else.
   return ranks_.fail(
       NVTE_EP_STATUS_TRANSPORT,
       "NCCL EP's low-latency dispatch handed out other rows than were sent: what was received may be wrong; "
-      "NVTE_EP_NCCL_EP_LOW_LATENCY=0 does without this mode");
+      "NVTE_EP_NCCL_EP_LOW_LATENCY=0 does without this mode",
+      /*lost_peer=*/false);
 }
 
 void NcclEpRanks::close() {

@@ -92,6 +92,7 @@ class NcclEpRanks : public RoutingRanks {
     nccl::Window window;
   };
 
+  Status reserve(bool low_latency);
   Status create_group();
   Status open_low_latency();
 

@@ -70,11 +70,14 @@ NcclGather NcclGroupComm::hosts() {
       [this](const char* step, nvte_ep_stream_t stream) { return wait(step, stream); });
 }
 
+// What the hosts tell each other needs memory, and copies that wait for the stream: it is waited for before, with a clock.
 Status NcclGroupComm::agree(const char* step, const std::vector<Agreed>& mine, nvte_ep_stream_t stream) {
+  NVTE_EP_TRY(wait(step, stream));
   return hosts().agree(step, mine, stream);
 }
 
 Status NcclGroupComm::settle(const char* step, const Status& mine, nvte_ep_stream_t stream) {
+  NVTE_EP_TRY(wait(step, stream));
   return hosts().settle(step, mine, stream);
 }
 
@@ -124,11 +127,11 @@ Status NcclGroupComm::check_watch() {
   return late.code() == NVTE_EP_STATUS_TIMEOUT ? fail(late.code(), late.message()) : late;
 }
 
-Status NcclGroupComm::fail(nvte_ep_status_t code, const std::string& message) {
+Status NcclGroupComm::fail(nvte_ep_status_t code, const std::string& message, bool lost_peer) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (failure_.ok()) failure_ = Status(code, message);
   if (base_ != nullptr) base_->expect_lost_peer();
-  if (is_stuck()) {
+  if (lost_peer && is_stuck()) {
     backend_->abandon();
     if (base_ != nullptr) base_->forget();
   }

@@ -30,8 +30,9 @@ class NcclGroupComm {
         size_(size),
         timeout_ns_(timeout_ns),
         abort_ends_kernels_(abort_ends_kernels),
-        // Kernels that end by themselves when it is time get a chance to do so.
-        watch_(backend, abort_ends_kernels ? timeout_ns : timeout_ns + timeout_ns / 4) {}
+        // Kernels that end by themselves when it is time get a chance to do so. NCCL EP compiles inside its calls, for as long as
+        // it takes.
+        watch_(backend, abort_ends_kernels ? timeout_ns : timeout_ns + timeout_ns / 4, abort_ends_kernels) {}
   ~NcclGroupComm() { close(); }
   NcclGroupComm(const NcclGroupComm&) = delete;
   NcclGroupComm& operator=(const NcclGroupComm&) = delete;
@@ -63,8 +64,8 @@ class NcclGroupComm {
   Status failure();
   // Looks at the clock, too: TIMEOUT where an exchange has been on the device for longer than the time-out.
   Status check_watch();
-  // Ends the group; what is in flight goes on.
-  Status fail(nvte_ep_status_t code, const std::string& message);
+  // Ends the group; what is in flight goes on. lost_peer: and may never end.
+  Status fail(nvte_ep_status_t code, const std::string& message, bool lost_peer = true);
   // Ends the group, and with it what is in flight: the communicator is this group's own.
   void abort(const std::string& message);
   // After a failure the communicator is aborted, else destroyed; left alone for ever where kernels that nothing can end may

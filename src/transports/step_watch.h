@@ -12,11 +12,12 @@ namespace nvte_ep {
 // A step is what a call of step() puts on a stream. Only the time for which it has been begun and not done counts, not
 // the work before it. The oldest step that is not done and the newest one are kept: when the oldest is done, the newest takes
 // its place, so a step that never ends is found, at the latest, one time-out after it has become the oldest.
-// A call that does not come back from enqueueing its step is found as well: NCCL may wait for peers inside.
+// Where calls are timed, one that does not come back from enqueueing its step is found as well: NCCL may wait for peers inside.
 // A captured step leaves no trace: replays are not watched.
 class StepWatch {
  public:
-  StepWatch(Backend* backend, int64_t timeout_ns) : backend_(backend), timeout_ns_(timeout_ns) {}
+  StepWatch(Backend* backend, int64_t timeout_ns, bool times_calls)
+      : backend_(backend), timeout_ns_(timeout_ns), times_calls_(times_calls) {}
   ~StepWatch();
   StepWatch(const StepWatch&) = delete;
   StepWatch& operator=(const StepWatch&) = delete;
@@ -31,7 +32,7 @@ class StepWatch {
     return enqueued.ok() ? ended : enqueued;
   }
 
-  // TIMEOUT where a step takes too long, on the device or to be enqueued. Never blocks; any thread.
+  // TIMEOUT where a step takes too long. Never blocks; any thread.
   Status check();
   // Whether a step may still be on the device.
   bool pending();
@@ -52,6 +53,7 @@ class StepWatch {
 
   Backend* const backend_;
   const int64_t timeout_ns_;
+  const bool times_calls_;
   std::mutex mutex_;
   Step steps_[2];
   Step* oldest_ = &steps_[0];

@@ -21,9 +21,10 @@ class ZeroedHost final : public HostBackend {
  public:
   ZeroedHost() : HostBackend(1) {}
   Status preload() override {
-    ++preloads;
-    return Status();
+    const bool last = ++preloads == failing_preload;
+    return last ? Status(NVTE_EP_STATUS_OUT_OF_MEMORY, "no memory for kernels") : Status();
   }
+  int failing_preload = -1;  // the n-th
   std::atomic<int> preloads{0};
   Status allocate(int64_t bytes, void** pointer) override {
     NVTE_EP_TRY(HostBackend::allocate(bytes, pointer));
@@ -243,6 +244,36 @@ TEST(NcclGroup, IsConnectedAndHasItsKernelsWhenItIsMade) {
         });
     EXPECT_EQ(most, size_t{6});
   }
+}
+
+// What one rank lacks of its own is told to all, and nobody waits for it to connect.
+TEST(NcclGroup, IsMadeByAllOrNone) {
+  const Shape shape{"three", {1, 2, 3}};
+  ZeroedHost device;
+  device.failing_preload = 2;
+  const nccl::Api api = in_process_nccl();
+  const auto world = std::make_shared<NcclWorld>(shape.ranks());
+  std::vector<std::unique_ptr<NcclCommunicator>> comms;
+  for (int32_t rank = 0; rank < shape.ranks(); ++rank) {
+    comms.push_back(
+        std::make_unique<NcclCommunicator>(api, new nccl::CommStruct{world, rank}, rank, shape.ranks(), 0));
+  }
+  std::vector<std::thread> threads;
+  for (int32_t rank = 0; rank < shape.ranks(); ++rank) {
+    threads.emplace_back([&, rank] {
+      GroupSettings settings;
+      settings.num_experts = shape.experts;
+      settings.max_top_k = shape.top_k;
+      settings.hidden = shape.hidden;
+      settings.max_tokens_per_rank = shape.room();
+      settings.timeout_ns = 20'000'000'000;
+      std::unique_ptr<GroupTransport> group;
+      const Status made = create_nccl(comms[static_cast<size_t>(rank)].get(), settings, &device, &group);
+      EXPECT_EQ(made.code(), NVTE_EP_STATUS_OUT_OF_MEMORY) << made.message();
+      EXPECT_NE(made.message().find("no memory for kernels"), std::string::npos) << made.message();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 class NcclSteps : public ::testing::TestWithParam<Shape> {};

@@ -102,6 +102,37 @@ TEST(SlotExchange, ARowThatDoesNotComeIsTold) {
   }
 }
 
+// In the place of one that was sent, so that the numbers are right.
+TEST(SlotExchange, ARowThatNobodySentIsTold) {
+  const SlotScene scene;
+  HostBackend host(1);
+  std::vector<uint8_t> came;
+  std::vector<int32_t> counts;
+  scene.deliver(&came, &counts, false);
+  std::vector<int64_t> place(static_cast<size_t>(scene.capacity), -7);
+  ASSERT_GT(counts.front(), 0);
+  // A token that has no slot at the first expert.
+  int64_t other = 0;
+  const auto is_here = [&](SlotAddress a) {
+    return a >= 0 && scene.slot_expert[static_cast<size_t>(a & ((int64_t{1} << kSlotBits) - 1))] == 0;
+  };
+  while (std::any_of(scene.in_slots.begin() + other * scene.top_k,
+                     scene.in_slots.begin() + (other + 1) * scene.top_k, is_here)) {
+    ++other;
+  }
+  ASSERT_LT(other, scene.tokens);
+  const int32_t tags[][2] = {
+      {-5, 0}, {scene.ranks, 0}, {0, static_cast<int32_t>(scene.tokens)}, {0, static_cast<int32_t>(other)}};
+  for (const auto& tag : tags) {
+    std::vector<uint8_t> changed = came;
+    std::memcpy(changed.data() + scene.row_bytes, tag, sizeof(tag));
+    int32_t differs = 0;
+    ASSERT_TRUE(
+        host.locate_rows(scene.locate(changed.data(), counts.data(), place.data(), &differs), nullptr).ok());
+    EXPECT_EQ(differs, 1) << tag[0] << ", " << tag[1];
+  }
+}
+
 TEST(SlotExchange, WithoutWeightsTheTrailerHoldsZeros) {
   const SlotScene scene;
   HostBackend host(1);

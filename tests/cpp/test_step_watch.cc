@@ -64,7 +64,7 @@ class StepWatchTest : public ::testing::Test {
   static void wait() { std::this_thread::sleep_for(kTimeout + std::chrono::milliseconds(10)); }
 
   SlowDevice device_;
-  StepWatch watch_{&device_, std::chrono::nanoseconds(kTimeout).count()};
+  StepWatch watch_{&device_, std::chrono::nanoseconds(kTimeout).count(), true};
 };
 
 TEST_F(StepWatchTest, StepThatHasBegunAndDoesNotEndIsFoundOnceItsTimeIsOver) {
@@ -157,6 +157,18 @@ TEST_F(StepWatchTest, CallThatDoesNotComeBackIsFound) {
   EXPECT_EQ(seen(), NVTE_EP_STATUS_OK);
 }
 
+TEST(StepWatchOfCallsThatMayTakeLong, DoesNotTimeThem) {
+  SlowDevice device;
+  StepWatch watch(&device, 1, false);
+  ASSERT_TRUE(watch.open().ok());
+  const Status enqueued = watch.step(nullptr, [&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    EXPECT_TRUE(watch.check().ok());
+    return Status();
+  });
+  EXPECT_TRUE(enqueued.ok());
+}
+
 TEST_F(StepWatchTest, StepThatIsRefusedIsWatchedForWhatItEnqueued) {
   EXPECT_EQ(watch_.step(nullptr, [] { return invalid_argument("no"); }).code(),
             NVTE_EP_STATUS_INVALID_ARGUMENT);
@@ -173,7 +185,7 @@ TEST_F(StepWatchTest, StepThatIsRefusedIsWatchedForWhatItEnqueued) {
 TEST(StepWatchLife, MarksAreGivenBack) {
   SlowDevice device;
   {
-    StepWatch watch(&device, 1);
+    StepWatch watch(&device, 1, true);
     ASSERT_TRUE(watch.open().ok());
   }
   EXPECT_GT(device.created(), 0);

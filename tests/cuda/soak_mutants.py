@@ -4,6 +4,7 @@
 
     python3 tests/cuda/soak_mutants.py BUILD [--build-only | --run-only] [SOAK_ARGUMENT...]
 
+The last mutant needs two GPUs. SOAK_ARGUMENT overrides what a mutant is soaked with.
 BUILD holds a finished build of nvte_ep and soak_peer with Ninja. What reads the file of a mutant is compiled
 again, and all is linked into BUILD/mutants/NAME.
 """
@@ -121,7 +122,7 @@ def main() -> int:
     build = Path(sys.argv[1]).resolve()
     arguments = sys.argv[2:]
     steps = [step for step in ("--build-only", "--run-only") if step in arguments]
-    arguments = [a for a in arguments if a not in steps] or ["--ranks", "2"]
+    arguments = [a for a in arguments if a not in steps]
     survivors = []
     for mutant in MUTANTS:
         library = build / "mutants" / mutant.name / "libnvte_ep.so.1"
@@ -129,7 +130,7 @@ def main() -> int:
             library = build_mutant(build, mutant)
         if "--build-only" in steps:
             continue
-        code, output = soak(build, library, [*arguments, *mutant.soak])
+        code, output = soak(build, library, ["--ranks", "2", *mutant.soak, *arguments])
         found = code == 1  # wrong rows, or a report of what nobody did
         verdict = "found" if found else "NOT FOUND"
         print(f"{mutant.name}: {verdict} (exit {code})\n  {output[-400:]}", flush=True)

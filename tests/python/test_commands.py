@@ -826,6 +826,25 @@ def test_plan_expects_nothing_of_a_transport_that_refuses_the_cluster(
     assert document(capsys, "plan", "--ranks", "16", "--domain", "16")["figures"]["transport"] == "peer"
     assert main(["plan", "--ranks", "16", "--domain", "8"]) == 0
     assert "peer spans one domain only" in capsys.readouterr().out
+    assert main(["plan", "--ranks", "1024", "--experts", "1024"]) == 0
+    assert "transport peer takes at most 511 ranks" in capsys.readouterr().out
+    assert main(["plan", "--domain", "4", "--figures", "nowhere.json"]) == 2
+    assert "--figures: nowhere.json" in capsys.readouterr().err
+
+
+def test_plan_expects_nothing_of_a_network_that_was_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A multiple of a floor that another link sets is no time of this one."""
+    figures = tmp_path / "figures.json"
+    figures.write_text(plan.DEFAULT.read_text().replace('"peer"', '"nccl_ep"'))
+    arguments = ["plan", "--transport", "nccl_ep", "--figures", str(figures)]
+    assert document(capsys, *arguments)["figures"]["transport"] == "nccl_ep"
+    assert document(capsys, *arguments, "--domain", "4")["figures"] is None
+    assert main([*arguments, "--domain", "4"]) == 0
+    assert "say nothing of a network" in capsys.readouterr().out
+    assert main([*arguments, "--tokens", "8193"]) == 0
+    assert "nccl_ep takes at most 8192 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model", sorted(plan.MODELS))

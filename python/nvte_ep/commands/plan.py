@@ -131,6 +131,7 @@ class Setting:
     combine: str
     headroom: float
     figures: Figures | None
+    why_no_figures: str
 
 
 def _setting(arguments: argparse.Namespace) -> Setting:
@@ -181,19 +182,31 @@ def _setting(arguments: argparse.Namespace) -> Setting:
         formats,
         arguments.combine,
         arguments.headroom,
-        _figures(arguments, cluster),
+        *_figures(arguments, cluster),
     )
 
 
-def _figures(arguments: argparse.Namespace, cluster: Cluster) -> Figures | None:
+# The most ranks, and tokens of a rank.
+LIMITS = {"peer": (511, None), "nccl_ep": (64, 8192)}
+
+
+def _figures(arguments: argparse.Namespace, cluster: Cluster) -> tuple[Figures | None, str]:
+    """And why there are none."""
     known = (*TRANSPORTS, "threads")
     if arguments.transport not in known:
         raise UsageError(f"--transport: expected {', '.join(known)}, got {arguments.transport}")
     if arguments.no_figures or (arguments.figures is None and not DEFAULT.is_file()):
-        return None
-    if arguments.transport == "peer" and cluster.domain < cluster.ranks:  # which it does not span
-        return None
-    return load(arguments.figures or DEFAULT, arguments.transport)
+        return None, "give --figures (and --transport) for expected times"
+    figures = load(arguments.figures or DEFAULT, arguments.transport)
+    most_ranks, most_tokens = LIMITS.get(arguments.transport, (None, None))
+    if most_ranks is not None and cluster.ranks > most_ranks:
+        return None, f"transport {arguments.transport} takes at most {most_ranks} ranks"
+    if most_tokens is not None and cluster.tokens > most_tokens:
+        return None, f"transport {arguments.transport} takes at most {most_tokens} tokens of a rank"
+    if cluster.domain < cluster.ranks:
+        what = "transport peer spans one domain only" if arguments.transport == "peer" else ""
+        return None, what or "figures are measured in one domain and say nothing of a network"
+    return figures, ""
 
 
 @dataclass(frozen=True)
@@ -496,13 +509,7 @@ def _print_report(setting: Setting, document: dict[str, Any]) -> None:
         ),
     ]
     if setting.figures is None:
-        cluster = setting.cluster
-        why = (
-            "transport peer spans one domain only; for another one's "
-            if cluster.domain < cluster.ranks
-            else ""
-        )
-        notes.append(("no figures", f"{why}give --figures (and --transport) for expected times"))
+        notes.append(("no figures", setting.why_no_figures))
     else:
         source = "the package" if document["figures"]["source"] == str(DEFAULT) else setting.figures.source
         ranks = f"{setting.figures.ranks} rank{'s' if setting.figures.ranks > 1 else ''}"

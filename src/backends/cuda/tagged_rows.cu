@@ -42,13 +42,16 @@ __global__ void __launch_bounds__(kThreads) tag_rows(const TagRows t) {
   }
 }
 
+__device__ __forceinline__ void tell_difference(const LocateRows& l) {
+  *static_cast<volatile int32_t*>(l.differs) = 1;
+}
+
 // A thread a row that may have come; the blocks behind them look at the slots for padding, the first also at the counts.
 __global__ void __launch_bounds__(kThreads) locate_rows(const LocateRows l, int64_t row_blocks) {
   if (blockIdx.x >= row_blocks) {
     if (blockIdx.x == row_blocks) {
       for (int32_t e = static_cast<int32_t>(threadIdx.x); e < l.num_experts; e += kThreads) {
-        if (l.counts[e] != (e < l.num_expected ? l.expected[e] : 0))
-          *static_cast<volatile int32_t*>(l.differs) = 1;
+        if (l.counts[e] != (e < l.num_expected ? l.expected[e] : 0)) tell_difference(l);
       }
     }
     const int64_t slots = in_use(l.slot_count, l.num_slots);
@@ -62,11 +65,15 @@ __global__ void __launch_bounds__(kThreads) locate_rows(const LocateRows l, int6
   const int32_t expert = static_cast<int32_t>(at / l.rows_per_expert);
   if (expert >= l.num_experts || at % l.rows_per_expert >= l.counts[expert]) return;
   const int32_t* tag = reinterpret_cast<const int32_t*>(l.rows + at * l.row_stride + l.trailer);
-  if (tag[0] < 0 || tag[0] >= l.num_ranks || tag[1] < 0 || tag[1] >= l.tokens) return;
-  const SlotAddress* slots = l.slots + (tag[0] * l.tokens + tag[1]) * l.top_k;
-  for (int32_t k = 0; k < l.top_k; ++k) {
-    if (slots[k] >= 0 && l.slot_expert[slot_of(slots[k])] == expert) l.place[slot_of(slots[k])] = at;
+  const bool known = tag[0] >= 0 && tag[0] < l.num_ranks && tag[1] >= 0 && tag[1] < l.tokens;
+  const SlotAddress* slots = l.slots + (known ? tag[0] * l.tokens + tag[1] : 0) * l.top_k;
+  bool found = false;
+  for (int32_t k = 0; known && k < l.top_k; ++k) {
+    if (slots[k] < 0 || l.slot_expert[slot_of(slots[k])] != expert) continue;
+    l.place[slot_of(slots[k])] = at;
+    found = true;
   }
+  if (!found) tell_difference(l);
 }
 
 struct ScatterArguments {
