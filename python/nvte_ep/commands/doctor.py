@@ -88,8 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 # ---- the library ---------------------------------------------------------------------------------
 
 REBUILD = (
-    "only for GPUs: build where nvcc is on PATH (or CUDACXX names it; the scripts of ci/ want a GPU as well), "
-    "or with -DNVTE_EP_CUDA=ON, which says what is missing; pip: SKBUILD_CMAKE_DEFINE=NVTE_EP_CUDA=ON pip install ."
+    "only for GPUs: build where nvcc is on PATH (or CUDACXX names it; the scripts of ci/ want a GPU as "
+    "well), or with -DNVTE_EP_CUDA=ON, which says what is missing; "
+    "pip: SKBUILD_CMAKE_DEFINE=NVTE_EP_CUDA=ON pip install ."
 )
 
 
