@@ -53,8 +53,8 @@ NcclEpRanks::~NcclEpRanks() {
 Status NcclEpRanks::open(NcclCommunicator* base) {
   const bool low_latency = low_latency_fits(settings_, ranks_.size());
   NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL_EP, low_latency));
-  // What a rank needs of its own comes before what it does with the others: where one rank lacks it, none waits for it, and AUTO goes
-  // on to the next transport.
+  // What a rank needs of its own comes before what it does with the others: where one rank lacks it, none waits for it. Where it has no
+  // NCCL EP, AUTO goes on to the next transport.
   NVTE_EP_TRY(ranks_.settle("group_create", reserve(low_latency), nullptr));
   NVTE_EP_TRY(backend_->with_device([&] { return create_group(); }));
   if (low_latency) NVTE_EP_TRY(open_low_latency());

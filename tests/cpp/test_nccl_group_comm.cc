@@ -222,6 +222,16 @@ TEST_F(NcclGroupCommTest, KernelsThatNothingEndsKeepTheirCommunicator) {
   EXPECT_EQ(fake_.split.aborted + fake_.split.destroyed, 0);
 }
 
+TEST_F(NcclGroupCommTest, AFailureOfAllPeersThereKeepsNoMemory) {
+  const auto group = make_group(false);
+  device_.hangs = true;
+  EXPECT_TRUE(step(group.get()).ok());
+  EXPECT_EQ(group->fail(NVTE_EP_STATUS_TRANSPORT, "other rows", /*lost_peer=*/false).code(),
+            NVTE_EP_STATUS_TRANSPORT);
+  EXPECT_EQ(device_.abandoned, 0);
+  EXPECT_EQ(step(group.get()).code(), NVTE_EP_STATUS_TRANSPORT);
+}
+
 TEST_F(NcclGroupCommTest, ATimeoutEndsTheGroupsOwnCommunicatorAlone) {
   const auto group = make_group();
   device_.hangs = true;
