@@ -19,26 +19,35 @@ Status StepWatch::open() {
   return Status();
 }
 
+// A mark may be long in being set, where the device takes no more work: nobody who looks waits for that.
 Status StepWatch::begin(nvte_ep_stream_t stream) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  open_ = nullptr;
   bool capturing = false;
   NVTE_EP_TRY(backend_->is_capturing(stream, &capturing));
   if (capturing) return Status();
-  NVTE_EP_TRY(advance());
-  Step* const step = oldest_->enqueued ? newest_ : oldest_;
-  step->enqueued = false;
-  NVTE_EP_TRY(backend_->set_mark(step->began, stream));
-  open_ = step;  // not before: a step that did not begin is not pending
-  opened_ = Clock::now();
-  return Status();
+  Step* step = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    NVTE_EP_TRY(advance());
+    step = oldest_->enqueued ? newest_ : oldest_;
+    step->enqueued = false;
+    open_ = step;
+    opened_ = Clock::now();
+  }
+  const Status began = backend_->set_mark(step->began, stream);
+  if (!began.ok()) {  // a step that did not begin is not pending
+    const std::lock_guard<std::mutex> lock(mutex_);
+    open_ = nullptr;
+  }
+  return began;
 }
 
 Status StepWatch::end(nvte_ep_stream_t stream) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Step* const step = std::exchange(open_, nullptr);
+  Step* const step = open_;  // by this thread alone
   if (step == nullptr) return Status();
-  NVTE_EP_TRY(backend_->set_mark(step->done, stream));
+  const Status ended = backend_->set_mark(step->done, stream);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  open_ = nullptr;
+  if (!ended.ok()) return ended;
   step->enqueued = true;
   step->running = false;
   return Status();

@@ -58,7 +58,7 @@ class StepWatch {
   Step steps_[2];
   Step* oldest_ = &steps_[0];
   Step* newest_ = &steps_[1];
-  Step* open_ = nullptr;  // between begin and end
+  Step* open_ = nullptr;  // between begin and end; written by the thread that enqueues
   Clock::time_point opened_;
 };
 

@@ -1,6 +1,7 @@
 // The clock of exchanges that may never end, over a device that gets exactly as far as a test says.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -25,6 +26,7 @@ class SlowDevice final : public HostBackend {
   }
   void destroy_mark(void* mark) override { destroyed += mark != nullptr; }
   Status set_mark(void* mark, nvte_ep_stream_t) override {
+    while (is_full) std::this_thread::yield();
     if (refuses) return Status(NVTE_EP_STATUS_CUDA, "refused");
     *static_cast<int64_t*>(mark) = ++enqueued;
     return Status();
@@ -40,11 +42,12 @@ class SlowDevice final : public HostBackend {
 
   int64_t created() const { return static_cast<int64_t>(marks_.size()); }
 
-  int64_t enqueued = 0;
-  int64_t passed = 0;
+  std::atomic<int64_t> enqueued{0};
+  std::atomic<int64_t> passed{0};
   int64_t destroyed = 0;
   bool capturing = false;
   bool refuses = false;
+  std::atomic<bool> is_full{false};  // takes no more work
 
  private:
   std::vector<std::unique_ptr<int64_t>> marks_;
@@ -94,10 +97,10 @@ TEST_F(StepWatchTest, ManyStepsThatEndAreNotAFailure) {
     step();
     step();
     step();
-    device_.passed = device_.enqueued - 1;
+    device_.passed = device_.enqueued.load() - 1;
     EXPECT_EQ(seen(), NVTE_EP_STATUS_OK);
     std::this_thread::sleep_for(kTimeout / 4);  // together longer than one may take
-    device_.passed = device_.enqueued;
+    device_.passed = device_.enqueued.load();
     EXPECT_EQ(seen(), NVTE_EP_STATUS_OK);
     EXPECT_FALSE(watch_.pending());
   }
@@ -155,6 +158,30 @@ TEST_F(StepWatchTest, CallThatDoesNotComeBackIsFound) {
   ASSERT_TRUE(enqueued.ok());
   device_.passed = 2;
   EXPECT_EQ(seen(), NVTE_EP_STATUS_OK);
+}
+
+TEST_F(StepWatchTest, NobodyWhoLooksWaitsForADeviceThatTakesNoMoreWork) {
+  for (const bool from_the_start : {true, false}) {
+    device_.is_full = from_the_start;
+    std::atomic<bool> inside{false};
+    std::thread owner([&] {
+      (void)watch_.step(nullptr, [&] {
+        device_.is_full = true;
+        inside = true;
+        return Status();
+      });
+    });
+    while (!from_the_start && !inside) std::this_thread::yield();
+    wait();
+    EXPECT_EQ(seen(), NVTE_EP_STATUS_TIMEOUT);
+    EXPECT_TRUE(watch_.pending());
+    device_.is_full = false;
+    while (from_the_start && !inside) std::this_thread::yield();
+    device_.is_full = false;
+    owner.join();
+    device_.passed = device_.enqueued.load();
+    EXPECT_EQ(seen(), NVTE_EP_STATUS_OK);
+  }
 }
 
 TEST(StepWatchOfCallsThatMayTakeLong, DoesNotTimeThem) {
