@@ -505,8 +505,8 @@ def _print_report(setting: Setting, document: dict[str, Any]) -> None:
         (
             "floors",
             "the slowest of link, network and memory at the rates above, all at once; no latency, no skew "
-            "between ranks. Real routing is uneven: the fullest rank decides. Bytes are the fewest: transport "
-            "nccl with a fixed capacity sends every token to every rank",
+            "between ranks. Real routing is uneven: the fullest rank decides. Bytes are the fewest: "
+            "transport nccl with a fixed capacity sends every token to every rank",
         ),
     ]
     if setting.figures is None:
