@@ -201,14 +201,21 @@ std::vector<Results> over_threads(const Shape& shape, Backend* backend) {
                    });
 }
 
+// Of every rank of a world.
+std::vector<std::unique_ptr<NcclCommunicator>> make_comms(const nccl::Api& api,
+                                                          const std::shared_ptr<NcclWorld>& world) {
+  std::vector<std::unique_ptr<NcclCommunicator>> comms;
+  for (int32_t rank = 0; rank < world->size; ++rank) {
+    comms.push_back(
+        std::make_unique<NcclCommunicator>(api, new nccl::CommStruct{world, rank}, rank, world->size, 0));
+  }
+  return comms;
+}
+
 std::vector<Results> over_nccl(const Shape& shape, Backend* backend) {
   const nccl::Api api = in_process_nccl();
   const auto world = std::make_shared<NcclWorld>(shape.ranks());
-  std::vector<std::unique_ptr<NcclCommunicator>> comms;
-  for (int32_t rank = 0; rank < shape.ranks(); ++rank) {
-    comms.push_back(
-        std::make_unique<NcclCommunicator>(api, new nccl::CommStruct{world, rank}, rank, shape.ranks(), 0));
-  }
+  const auto comms = make_comms(api, world);
   return run_ranks(shape,
                    [&](int32_t rank, const GroupSettings& settings, std::unique_ptr<GroupTransport>* group) {
                      return create_nccl(comms[static_cast<size_t>(rank)].get(), settings, backend, group);
@@ -253,11 +260,7 @@ TEST(NcclGroup, IsMadeByAllOrNone) {
   device.failing_preload = 2;
   const nccl::Api api = in_process_nccl();
   const auto world = std::make_shared<NcclWorld>(shape.ranks());
-  std::vector<std::unique_ptr<NcclCommunicator>> comms;
-  for (int32_t rank = 0; rank < shape.ranks(); ++rank) {
-    comms.push_back(
-        std::make_unique<NcclCommunicator>(api, new nccl::CommStruct{world, rank}, rank, shape.ranks(), 0));
-  }
+  const auto comms = make_comms(api, world);
   std::vector<std::thread> threads;
   for (int32_t rank = 0; rank < shape.ranks(); ++rank) {
     threads.emplace_back([&, rank] {
