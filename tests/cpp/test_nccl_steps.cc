@@ -229,11 +229,7 @@ TEST(NcclGroup, IsConnectedAndHasItsKernelsWhenItIsMade) {
     ZeroedHost device;
     const nccl::Api api = in_process_nccl();
     const auto world = std::make_shared<NcclWorld>(shape.ranks());
-    std::vector<std::unique_ptr<NcclCommunicator>> comms;
-    for (int32_t rank = 0; rank < shape.ranks(); ++rank) {
-      comms.push_back(
-          std::make_unique<NcclCommunicator>(api, new nccl::CommStruct{world, rank}, rank, shape.ranks(), 0));
-    }
+    const auto comms = make_comms(api, world);
     std::atomic<size_t> most{0};
     run_ranks(
         shape, [&](int32_t rank, const GroupSettings& settings, std::unique_ptr<GroupTransport>* group) {
