@@ -438,7 +438,7 @@ typedef struct nvte_ep_comm_config {
   int32_t rank;      /* [0, num_ranks) */
   int32_t device_id; /* NCCL: the CUDA device of this rank */
   const uint8_t* unique_id; /* NVTE_EP_UNIQUE_ID_BYTES bytes, the same on every rank; NULL allowed with one rank */
-  int64_t timeout_ns;       /* how long what is ours waits for the peers in creation, not NCCL itself; 0 = 100 s */
+  int64_t timeout_ns;       /* 0 or more; without effect so far: THREADS does not wait, NCCL waits in creation as long as it does */
 } nvte_ep_comm_config_t;
 #define NVTE_EP_COMM_CONFIG_INIT { (uint32_t)sizeof(nvte_ep_comm_config_t), 0, 0, 0, 0, 0, NULL, 0 }
 #define NVTE_EP_COMM_CONFIG_V1_SIZE 40
@@ -522,8 +522,8 @@ typedef struct nvte_ep_error_info {
   nvte_ep_status_t status;  /* OK: nothing to report */
   int32_t rank;             /* it is about: the peer that failed or gave no weights, else this rank; -1 unknown */
   nvte_ep_handle_t handle;  /* the handle it happened on, or NULL */
-  int64_t count;            /* INVALID_ARGUMENT: bad or duplicated indices, or weights that the rank did not give;
-                             * OVERFLOW: rows dropped; 0: fatal */
+  int64_t count;            /* INVALID_ARGUMENT: bad or duplicated indices, or weights, or gradients of them, that the
+                             * rank did not give; OVERFLOW: rows dropped; 0: fatal */
   int64_t needed_rows;      /* OVERFLOW: the recv_capacity that would have been enough */
 } nvte_ep_error_info_t;
 #define NVTE_EP_ERROR_INFO_INIT { (uint32_t)sizeof(nvte_ep_error_info_t), 0, 0, 0, NULL, 0, 0 }

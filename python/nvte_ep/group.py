@@ -67,7 +67,7 @@ class ErrorInfo:
         if self.count:
             text += f", count {self.count}"
             if self.status is Status.INVALID_ARGUMENT:
-                text += " (topk_idx out of range or named twice, or topk_weights that this rank did not give)"
+                text += " (topk_idx out of range or named twice, or weights, or their gradients, not given)"
         if self.needed_rows:
             text += f", recv_capacity needed {self.needed_rows}"
         return exception(self.status, text)

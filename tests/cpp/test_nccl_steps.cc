@@ -160,24 +160,28 @@ Results run_rank(GroupTransport* group, const Shape& shape, int32_t rank) {
 
 using MakeGroup = std::function<Status(int32_t rank, const GroupSettings&, std::unique_ptr<GroupTransport>*)>;
 
+GroupSettings settings_of(const Shape& shape) {
+  GroupSettings settings;
+  settings.num_experts = shape.experts;
+  settings.max_top_k = shape.top_k;
+  settings.hidden = shape.hidden;
+  settings.max_tokens_per_rank = shape.room();
+  settings.recv_capacity = shape.capacity;
+  settings.timeout_ns = 20'000'000'000;
+  settings.drop_on_overflow = true;
+  return settings;
+}
+
 std::vector<Results> run_ranks(const Shape& shape, const MakeGroup& make) {
   std::vector<Results> results(shape.tokens.size());
   std::vector<std::string> failures(shape.tokens.size());
   std::vector<std::thread> threads;
   for (int32_t rank = 0; rank < shape.ranks(); ++rank) {
     threads.emplace_back([&, rank] {
-      GroupSettings settings;
-      settings.num_experts = shape.experts;
-      settings.max_top_k = shape.top_k;
-      settings.hidden = shape.hidden;
-      settings.max_tokens_per_rank = shape.room();
-      settings.recv_capacity = shape.capacity;
-      settings.timeout_ns = 20'000'000'000;
-      settings.drop_on_overflow = true;
       const size_t mine = static_cast<size_t>(rank);
       try {
         std::unique_ptr<GroupTransport> group;
-        require(make(rank, settings, &group));
+        require(make(rank, settings_of(shape), &group));
         results[mine] = run_rank(group.get(), shape, rank);
       } catch (const std::exception& error) {
         failures[mine] = error.what();
@@ -260,14 +264,9 @@ TEST(NcclGroup, IsMadeByAllOrNone) {
   std::vector<std::thread> threads;
   for (int32_t rank = 0; rank < shape.ranks(); ++rank) {
     threads.emplace_back([&, rank] {
-      GroupSettings settings;
-      settings.num_experts = shape.experts;
-      settings.max_top_k = shape.top_k;
-      settings.hidden = shape.hidden;
-      settings.max_tokens_per_rank = shape.room();
-      settings.timeout_ns = 20'000'000'000;
       std::unique_ptr<GroupTransport> group;
-      const Status made = create_nccl(comms[static_cast<size_t>(rank)].get(), settings, &device, &group);
+      const Status made =
+          create_nccl(comms[static_cast<size_t>(rank)].get(), settings_of(shape), &device, &group);
       EXPECT_EQ(made.code(), NVTE_EP_STATUS_OUT_OF_MEMORY) << made.message();
       EXPECT_NE(made.message().find("no memory for kernels"), std::string::npos) << made.message();
     });

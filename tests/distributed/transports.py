@@ -114,9 +114,10 @@ class Transport:
             return None
         if case.hidden > 64 or case.experts > 64 or case.top_k > 8 or case.max_tokens > 128:
             return None
-        shape = {"hidden": 512, "experts": max(8, 4 * case.ranks), "top_k": 3}
-        shape["room_for_tokens"] = self.room_for_tokens
-        return dataclasses.replace(case, **shape)
+        experts = max(8, 4 * case.ranks)
+        return dataclasses.replace(
+            case, hidden=512, experts=experts, top_k=3, room_for_tokens=self.room_for_tokens
+        )
 
     def sum_format(self, format: str) -> str:
         """How sums travel where a case asks for this wire format."""

@@ -71,3 +71,10 @@ def test_the_guides_error_loop_ends(capsys: pytest.CaptureFixture[str]) -> None:
 
     with pytest.raises(nvte_ep.InvalidArgumentError):
         report(RanksInDifferentCalls())
+
+
+def test_a_finding_says_what_it_may_be() -> None:
+    found = ErrorInfo(nvte_ep.Status.INVALID_ARGUMENT, 0, None, 2, 0)
+    assert "count 2 (topk_idx out of range or named twice" in str(found.exception())
+    fatal = ErrorInfo(nvte_ep.Status.INVALID_ARGUMENT, 1, None, 0, 0)
+    assert "topk_idx" not in str(fatal.exception())

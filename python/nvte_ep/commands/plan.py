@@ -186,7 +186,7 @@ def _setting(arguments: argparse.Namespace) -> Setting:
     )
 
 
-# The most ranks, and tokens of a rank.
+# The most ranks, and tokens of a rank, as creation of a group has them (peer_kernels.h, nccl_ep_api.h).
 LIMITS = {"peer": (511, None), "nccl_ep": (64, 8192)}
 
 
