@@ -73,7 +73,7 @@ class DeviceHandle : public HandleTransport {
                  {pointer(&r.rank_rows), g.max_tokens_per_rank * member_->size * 8},
                  {pointer(&r.rank_choices), choices * 8},
                  {pointer(&r.kept_indices), exchange_ == nullptr ? choices * 4 : 0},
-                 {pointer(&no_values_), exchange_ == nullptr ? 0 : choices * 4},
+                 {pointer(&no_values_), exchange_ != nullptr || sums_stay() ? choices * 4 : 0},
                  {&r.workspace, backend->route_workspace_bytes(r)}};
     int64_t total = 0;
     for (const auto& p : parts) total += round_up(p.bytes, kOperandPartAlignment);
@@ -201,7 +201,7 @@ class DeviceHandle : public HandleTransport {
 
   Status return_rows(const ReturnRows& call, nvte_ep_stream_t stream) override {
     NVTE_EP_TRY(member_->check_alive());
-    if (slot_exchange_ != nullptr) return slot_exchange_->return_rows(call, stream);
+    if (slot_exchange_ != nullptr && !sums_stay()) return slot_exchange_->return_rows(call, stream);
     ReduceRows reduce{};
     reduce.num_ranks = 1;
     reduce.top_k = settings_.top_k;
@@ -212,7 +212,7 @@ class DeviceHandle : public HandleTransport {
     RankArrays scalars;  // zeros for every slot where the caller gives none
     scalars.block = call.slot_scalars != nullptr ? call.slot_scalars : no_values_;
     scalars.row_stride = call.slot_scalars != nullptr ? 4 : 0;
-    if (member_->size == 1) {
+    if (sums_stay()) {
       reduce.slots = plan_.own_partials;
       reduce.result = call.result;
       reduce.accumulate = call.accumulate;
@@ -227,6 +227,10 @@ class DeviceHandle : public HandleTransport {
   }
 
  private:
+  // A rank alone has nobody to give sums to: they are the result. A bound on multiprocessors is for the SlotExchange, as the
+  // backend has none.
+  bool sums_stay() const { return member_->size == 1 && member_->settings.num_sms == 0; }
+
   TensorView shared_report() const {
     return TensorView{report_.memory(), DType::kInt64, member_->settings.device, 1, {kDeviceCounters, 1}, 1};
   }
