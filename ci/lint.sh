@@ -43,6 +43,7 @@ check mypy mypy --no-incremental
 check shellcheck shellcheck -x -P SCRIPTDIR "${scripts[@]}"
 check layers python ci/check_layers.py
 check release python ci/check_release.py
+check figures python tools/ep_tables.py --check README.md docs/device_transports.md benchmarks/h200/ep.md
 
 printf '%d passed, %d failed\n' "$passed" "$failed"
 [[ $failed -eq 0 ]]
