@@ -218,8 +218,8 @@ NVTE_EP_API nvte_ep_status_t nvte_ep_build_info(const char** json);
 /* Name of a status class, e.g. "INVALID_ARGUMENT"; "UNKNOWN" for any other number. Cannot fail. Since ABI 1. */
 NVTE_EP_API const char* nvte_ep_status_name(nvte_ep_status_t status);
 
-/* Text of the last failure on the calling thread, "" after a success. Valid until the thread's next call into this
- * library. Cannot fail. Since ABI 1. */
+/* Text of the last failure on the calling thread, "" after a success, but for nvte_ep_group_poll_error: what that has found,
+ * in words. Valid until the thread's next call into this library. Cannot fail. Since ABI 1. */
 NVTE_EP_API const char* nvte_ep_last_error(void);
 
 typedef struct nvte_ep_format_info {
@@ -550,7 +550,8 @@ NVTE_EP_API nvte_ep_status_t nvte_ep_group_info(nvte_ep_group_t group, nvte_ep_g
  * cleared when read, one at a time; fatal ones (count 0: TIMEOUT, PEER_FAILED; INVALID_ARGUMENT: transport peer has found the
  * ranks in different calls, or with tokens of different types; TRANSPORT: NCCL EP handed out other rows than were sent) stay:
  * then only abort and destroy are accepted.
- * Returns OK when it could tell; the answer is info->status. Since ABI 1. */
+ * Returns OK when it could tell; the answer is info->status, and nvte_ep_last_error() says it in words, as after a failure.
+ * Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_group_poll_error(nvte_ep_group_t group, nvte_ep_error_info_t* info);
 
 /* Ends the group: this rank's and the peers' waits, in flight and later, return PEER_FAILED naming this rank. Any thread,

@@ -61,16 +61,10 @@ class ErrorInfo:
     handle: Handle | None
     count: int
     needed_rows: int
+    text: str  # the same in words
 
     def exception(self) -> NvteEpError:
-        text = f"nvte_ep_group_poll_error: {self.status.name}: rank {self.rank}"
-        if self.count:
-            text += f", count {self.count}"
-            if self.status is Status.INVALID_ARGUMENT:
-                text += " (topk_idx out of range or named twice, or weights, or their gradients, not given)"
-        if self.needed_rows:
-            text += f", recv_capacity needed {self.needed_rows}"
-        return exception(self.status, text)
+        return exception(self.status, self.text)
 
 
 class _GroupState:
@@ -298,7 +292,9 @@ class Group:
         if info.status == Status.OK:
             return None
         handle = self._handles.get(info.handle) if info.handle else None
-        return ErrorInfo(Status(info.status), info.rank, handle, info.count, info.needed_rows)
+        return ErrorInfo(
+            Status(info.status), info.rank, handle, info.count, info.needed_rows, _lib.last_error()
+        )
 
     def check(self) -> None:
         """Raises what poll_error finds."""

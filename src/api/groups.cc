@@ -158,17 +158,17 @@ nvte_ep_status_t nvte_ep_group_info(nvte_ep_group_t group, nvte_ep_group_info_t*
 }
 
 nvte_ep_status_t nvte_ep_group_poll_error(nvte_ep_group_t group, nvte_ep_error_info_t* info) {
-  return boundary("nvte_ep_group_poll_error", [&]() -> Status {
+  Finding finding;
+  const nvte_ep_status_t status = boundary("nvte_ep_group_poll_error", [&]() -> Status {
     std::shared_ptr<Group> g;
     NVTE_EP_TRY(find_group(group, &g));
     NVTE_EP_TRY(check_out_struct(info, NVTE_EP_ERROR_INFO_V1_SIZE, "info"));
-    Finding finding;
     NVTE_EP_TRY(g->with_transport([&](GroupTransport& transport) -> Status {
       finding = transport.poll();
       return Status();
     }));
     nvte_ep_error_info_t out = NVTE_EP_ERROR_INFO_INIT;
-    out.status = finding.status;
+    out.status = finding.status.code();
     out.rank = finding.rank;
     out.handle = static_cast<nvte_ep_handle_t>(const_cast<void*>(g->public_handle(finding.handle_id)));
     out.count = finding.count;
@@ -176,6 +176,10 @@ nvte_ep_status_t nvte_ep_group_poll_error(nvte_ep_group_t group, nvte_ep_error_i
     write_struct(out, info);
     return Status();
   });
+  if (status == NVTE_EP_STATUS_OK && !finding.status.ok()) {
+    LastError::set("nvte_ep_group_poll_error", finding.status.message());
+  }
+  return status;
 }
 
 nvte_ep_status_t nvte_ep_group_abort(nvte_ep_group_t group) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/backend.h"
+#include "core/finding.h"
 #include "core/status.h"
 #include "core/tensor_view.h"
 
@@ -125,14 +126,6 @@ struct ReturnRows {
   TensorView scalars;                   // [T, K] those of topk_weights; data null: not wanted
   bool wants_scalars = false;
   const void* symmetric = nullptr;
-};
-
-struct Finding {
-  nvte_ep_status_t status = NVTE_EP_STATUS_OK;
-  int32_t rank = -1;
-  int64_t handle_id = -1;
-  int64_t count = 0;
-  int64_t needed_rows = 0;
 };
 
 class HandleTransport {

@@ -19,33 +19,25 @@ Status DeviceReport::allocate(Backend* backend) {
   return Status();
 }
 
-Finding DeviceReport::next_finding(int32_t rank, int64_t handle_id, bool report_overflow) {
+Finding DeviceReport::next_finding(const GroupSettings& settings, int32_t rank, int64_t handle_id) {
   const volatile int64_t* now = memory_;
   const DeviceCounters seen = seen_;
   seen_ = DeviceCounters{now[0], now[1], now[2], now[3], now[4], now[5]};
-  Finding finding;
-  finding.rank = rank;
-  finding.handle_id = handle_id;
-  finding.count = seen_.out_of_range + seen_.duplicates - seen.out_of_range - seen.duplicates;
-  if (finding.count > 0) {  // one at a time
+  const IndexFaults faults{seen_.out_of_range - seen.out_of_range, seen_.duplicates - seen.duplicates};
+  if (faults.out_of_range + faults.duplicates > 0) {  // one at a time
     seen_.dropped_rows = seen.dropped_rows;
     seen_.missing_values = seen.missing_values;
-    finding.status = NVTE_EP_STATUS_INVALID_ARGUMENT;
-    return finding;
+    return bad_indices(faults, settings.num_experts, rank, handle_id);
   }
-  finding.count = seen_.missing_values - seen.missing_values;
-  if (finding.count > 0) {
+  const int64_t missing = seen_.missing_values - seen.missing_values;
+  if (missing > 0) {
     seen_.dropped_rows = seen.dropped_rows;
-    finding.status = NVTE_EP_STATUS_INVALID_ARGUMENT;
-    finding.rank = static_cast<int32_t>(seen_.missing_rank);
-    return finding;
+    return missing_values(missing, static_cast<int32_t>(seen_.missing_rank), handle_id);
   }
-  finding.count = seen_.dropped_rows - seen.dropped_rows;
-  if (finding.count > 0 && report_overflow) {
-    finding.status = NVTE_EP_STATUS_OVERFLOW;
-    finding.needed_rows = seen_.needed_rows;
+  const int64_t dropped = seen_.dropped_rows - seen.dropped_rows;
+  if (dropped > 0 && !settings.drop_on_overflow) {
     static_cast<volatile int64_t*>(memory_)[kDeviceCounters] = seen_.dropped_rows;
-    return finding;
+    return dropped_rows(dropped, seen_.needed_rows, settings.recv_capacity, rank, handle_id);
   }
   return Finding();
 }
@@ -92,8 +84,7 @@ void DeviceMember::remove(DeviceReport* report) {
   const auto found = std::find_if(reporters_.begin(), reporters_.end(),
                                   [report](const Reporter& r) { return r.report == report; });
   if (found == reporters_.end()) return;
-  for (Finding last = next_of(*found); last.status != NVTE_EP_STATUS_OK; last = next_of(*found))
-    left_.push_back(last);
+  for (Finding last = next_of(*found); !last.status.ok(); last = next_of(*found)) left_.push_back(last);
   reporters_.erase(found);
 }
 
@@ -106,13 +97,13 @@ Finding DeviceMember::next_finding() {
   }
   for (const Reporter& r : reporters_) {
     const Finding finding = next_of(r);
-    if (finding.status != NVTE_EP_STATUS_OK) return finding;
+    if (!finding.status.ok()) return finding;
   }
   return Finding();
 }
 
 Finding DeviceMember::next_of(const Reporter& r) const {
-  return r.report->next_finding(rank, r.handle_id, !settings.drop_on_overflow);
+  return r.report->next_finding(settings, rank, r.handle_id);
 }
 
 namespace {
@@ -160,14 +151,10 @@ class DeviceGroup : public GroupTransport {
   }
 
   Finding poll() override {
-    Finding finding;
-    Status failed = member_->ranks->failure(&finding.rank);
+    int32_t rank = -1;
+    Status failed = member_->ranks->failure(&rank);
     if (failed.ok()) failed = member_->ranks->check_clock();
-    if (!failed.ok()) {
-      finding.status = failed.code();
-      return finding;
-    }
-    return member_->next_finding();
+    return failed.ok() ? member_->next_finding() : fatal(failed, rank);
   }
 
   Status failure() const override { return member_->check_alive(); }

@@ -58,8 +58,8 @@ class DeviceReport {
   const int64_t* reported() const {
     return memory_ + kDeviceCounters;
   }  // dropped rows, for the device to read
-  // What is new since the last time.
-  Finding next_finding(int32_t rank, int64_t handle_id, bool report_overflow);
+  // What is new since the last time. rank: this one.
+  Finding next_finding(const GroupSettings& settings, int32_t rank, int64_t handle_id);
 
  private:
   Backend* backend_ = nullptr;

@@ -83,6 +83,14 @@ class ThreadCommunicator : public Communicator {
 
 // ---- a group ---------------------------------------------------------------------------------------------------------------
 
+// What one handle has found and nobody was told yet.
+struct Found {
+  int64_t handle_id;
+  IndexFaults faults;
+  int64_t dropped;  // rows
+  int64_t needed_rows;
+};
+
 // What the group and its handles share on one rank.
 struct Member {
   std::shared_ptr<Rendezvous> rendezvous;
@@ -92,21 +100,36 @@ struct Member {
   int32_t size = 0;
 
   mutable std::mutex mutex;
-  std::deque<Finding> findings;
+  std::deque<Found> findings;
   std::map<const uint8_t*, int64_t> symmetric;        // base -> bytes, in order of address
   std::map<const uint8_t*, int64_t> symmetric_order;  // base -> how many were allocated before it
   int64_t num_symmetric = 0;
 
-  void report(const Finding& finding) {
+  void report(const Found& found) {
     const std::lock_guard<std::mutex> lock(mutex);
-    for (Finding& known : findings) {
-      if (known.status == finding.status && known.handle_id == finding.handle_id) {
-        known.count += finding.count;
-        known.needed_rows = std::max(known.needed_rows, finding.needed_rows);
-        return;
-      }
+    for (Found& known : findings) {
+      if (known.handle_id != found.handle_id) continue;
+      known.faults.out_of_range += found.faults.out_of_range;
+      known.faults.duplicates += found.faults.duplicates;
+      known.dropped += found.dropped;
+      known.needed_rows = std::max(known.needed_rows, found.needed_rows);
+      return;
     }
-    findings.push_back(finding);
+    findings.push_back(found);
+  }
+
+  // One at a time.
+  Finding next_finding() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (findings.empty()) return Finding();
+    Found& found = findings.front();
+    const IndexFaults faults = std::exchange(found.faults, IndexFaults());
+    const bool of_indices = faults.out_of_range + faults.duplicates > 0;
+    const Finding told = of_indices ? bad_indices(faults, settings.num_experts, rank, found.handle_id)
+                                    : dropped_rows(found.dropped, found.needed_rows, settings.recv_capacity,
+                                                   rank, found.handle_id);
+    if (!of_indices || found.dropped == 0) findings.pop_front();
+    return told;
   }
 
   // Which allocation of the group a pointer lies in, and where; {-1, -1}: none.
@@ -330,20 +353,12 @@ class ThreadHandle : public HandleTransport {
   }
 
   void report(const IndexFaults& faults) {
-    Finding finding;
-    finding.rank = member_->rank;
-    finding.handle_id = settings_.id;
-    if (faults.out_of_range + faults.duplicates > 0) {
-      finding.status = NVTE_EP_STATUS_INVALID_ARGUMENT;
-      finding.count = faults.out_of_range + faults.duplicates;
-      member_->report(finding);
+    Found found{settings_.id, faults, 0, 0};
+    if (!member_->settings.drop_on_overflow && routing_.dropped_rows > 0) {
+      found.dropped = routing_.dropped_rows;
+      found.needed_rows = routing_.needed_rows;
     }
-    if (routing_.dropped_rows > 0 && !member_->settings.drop_on_overflow) {
-      finding.status = NVTE_EP_STATUS_OVERFLOW;
-      finding.count = routing_.dropped_rows;
-      finding.needed_rows = routing_.needed_rows;
-      member_->report(finding);
-    }
+    if (faults.out_of_range + faults.duplicates + found.dropped > 0) member_->report(found);
   }
 
   std::shared_ptr<Member> member_;
@@ -422,17 +437,9 @@ class ThreadGroup : public GroupTransport {
   }
 
   Finding poll() override {
-    Finding finding;
-    const Status failure = member_->rendezvous->failure(&finding.rank);
-    if (!failure.ok()) {
-      finding.status = failure.code();
-      return finding;
-    }
-    const std::lock_guard<std::mutex> lock(member_->mutex);
-    if (member_->findings.empty()) return Finding();
-    finding = member_->findings.front();
-    member_->findings.pop_front();
-    return finding;
+    int32_t rank = -1;
+    const Status failure = member_->rendezvous->failure(&rank);
+    return failure.ok() ? member_->next_finding() : fatal(failure, rank);
   }
 
   Status failure() const override {

@@ -191,6 +191,7 @@ static void check_group(void) {
 
   CHECK_OK(nvte_ep_group_poll_error(group, &error));
   CHECK(error.status == NVTE_EP_STATUS_OK);
+  CHECK(strcmp(nvte_ep_last_error(), "") == 0);
   CHECK_OK(nvte_ep_handle_destroy(handle));
   CHECK_OK(nvte_ep_group_destroy(group));
   CHECK_OK(nvte_ep_comm_destroy(comm));

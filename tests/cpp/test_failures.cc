@@ -136,7 +136,7 @@ void expect_fatal(Member* m, nvte_ep_status_t status, int culprit) {
                 {"nvte_ep_handle_create", name}, "only abort and destroy are accepted");
   for (int round = 0; round < 2; ++round) {
     const nvte_ep_error_info_t info = poll(m->group);
-    EXPECT_EQ(info.status, status) << "fatal findings stay";
+    expect_status(status, info.status, {"nvte_ep_group_poll_error: ", name}, "fatal findings stay");
     EXPECT_EQ(info.rank, culprit);
   }
   EXPECT_LT(Clock::now() - start, std::chrono::seconds(5)) << "later calls return at once";

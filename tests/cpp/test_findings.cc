@@ -46,6 +46,13 @@ class CountingHandle {
     std::copy_n(counters_, kDeviceCounters, report_.memory());
   }
 
+  // As kernels of a transport do.
+  void tell_missing_values(int32_t giver) {
+    counters_[5] = giver;
+    counters_[4] += 1;
+    std::copy_n(counters_, kDeviceCounters, report_.memory());
+  }
+
  private:
   DeviceMember* const member_;
   DeviceReport report_;
@@ -61,12 +68,19 @@ class Findings : public ::testing::Test {
 
   void expect(nvte_ep_status_t status, int64_t handle, int64_t count, int64_t needed_rows) {
     const Finding found = member_.next_finding();
-    EXPECT_EQ(found.status, status);
+    EXPECT_EQ(found.status.code(), status);
     EXPECT_EQ(found.handle_id, handle);
     EXPECT_EQ(found.count, count);
     EXPECT_EQ(found.needed_rows, needed_rows);
   }
-  void expect_nothing() { EXPECT_EQ(member_.next_finding().status, NVTE_EP_STATUS_OK); }
+  // What it says is that of the finding that comes next.
+  void expect_words(const char* words, nvte_ep_status_t status, int64_t count) {
+    const Finding found = member_.next_finding();
+    EXPECT_EQ(found.status.code(), status);
+    EXPECT_EQ(found.count, count);
+    EXPECT_EQ(found.status.message(), words);
+  }
+  void expect_nothing() { EXPECT_TRUE(member_.next_finding().status.ok()); }
 
   static std::vector<int32_t> of_expert_0(size_t tokens) { return std::vector<int32_t>(tokens, 0); }
 
@@ -99,6 +113,29 @@ TEST_F(Findings, BadIndicesComeBeforeTheOverflowOfTheSameCall) {
   expect(NVTE_EP_STATUS_INVALID_ARGUMENT, 7, 2, 0);
   handle.prepare(of_expert_0(13));
   expect(NVTE_EP_STATUS_OVERFLOW, 7, 1 + 5, 16);
+  expect_nothing();
+}
+
+TEST_F(Findings, SayWhatTheyCount) {
+  member_.settings.num_experts = kExperts;
+  member_.settings.recv_capacity = kCapacity;
+  CountingHandle handle(&member_, 7);
+  std::vector<int32_t> experts = of_expert_0(9);
+  experts.insert(experts.end(), {kExperts, -2});
+  handle.prepare(experts);
+  expect_words(
+      "topk_idx: expected global expert ids below 2 or -1, each expert at most once a token; got 2 out of "
+      "range and 0 "
+      "named twice on rank 0, which count as -1",
+      NVTE_EP_STATUS_INVALID_ARGUMENT, 2);
+  handle.tell_missing_values(3);
+  expect_words(
+      "topk_weights (grad_recv_weights in dispatch_backward): expected on every rank where one asks for "
+      "recv_weights "
+      "(grad_topk_weights); rank 3 gave none, and zeros stand for them; calls: 1",
+      NVTE_EP_STATUS_INVALID_ARGUMENT, 1);
+  expect_words("recv_capacity: expected at least 12, got 8; rows dropped on rank 0: 1",
+               NVTE_EP_STATUS_OVERFLOW, 1);
   expect_nothing();
 }
 

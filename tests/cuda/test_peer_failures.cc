@@ -104,6 +104,8 @@ class Member {
   void expect_failed(int because_of, std::initializer_list<nvte_ep_status_t> allowed) {
     for (int turn = 0; turn < 2; ++turn) {
       const nvte_ep_error_info_t error = poll();
+      const std::string words = nvte_ep_last_error();
+      EXPECT_NE(words.find(text("rank ", because_of)), std::string::npos) << words;
       EXPECT_EQ(error.rank, because_of) << "on rank " << rank_;
       EXPECT_NE(std::find(allowed.begin(), allowed.end(), error.status), allowed.end())
           << "on rank " << rank_ << ": " << nvte_ep_status_name(error.status);

@@ -162,7 +162,10 @@ def test_overflow_and_poll_error() -> None:
         assert (error.count, error.needed_rows) == (3, 5)
         assert one.poll_error() is None
         handle.prepare([[0], [1], [2]])
-        with pytest.raises(nvte_ep.RecvOverflowError, match=r"recv_capacity needed 3"):
+        with pytest.raises(
+            nvte_ep.RecvOverflowError,
+            match="recv_capacity: expected at least 3, got 2; rows dropped on rank 0: 1",
+        ):
             one.check()
         one.check()
 
@@ -171,8 +174,47 @@ def test_findings_about_indices() -> None:
     with group(nvte_ep.Communicator.threads(1)[0]) as one:
         handle = one.handle(top_k=2, alignment=1)
         handle.prepare([[0, 4], [1, 1]])
-        with pytest.raises(nvte_ep.InvalidArgumentError, match=r"count 2"):
+        with pytest.raises(nvte_ep.InvalidArgumentError) as caught:
             one.check()
+        assert str(caught.value) == (
+            "nvte_ep_group_poll_error: topk_idx: expected global expert ids below 4 or -1, each expert at "
+            "most once a token; got 1 out of range and 1 named twice on rank 0, which count as -1"
+        )
+        handle.prepare([[0, 7], [-2, 1]])
+        handle.prepare([[2, 2], [9, 1]])
+        error = one.poll_error()
+        assert error is not None
+        assert (error.status, error.count) == (Status.INVALID_ARGUMENT, 4)
+        assert "got 3 out of range and 1 named twice" in error.text
+        assert one.poll_error() is None
+        assert _lib.last_error() == ""
+
+
+def test_text_of_a_finding_survives_a_finalizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with group(nvte_ep.Communicator.threads(1)[0]) as one:
+        one.handle(top_k=1, alignment=1).prepare([[4]])
+        call = _lib.call
+
+        def call_and_collect(name: str, *arguments: object) -> None:
+            call(name, *arguments)
+            _lib.quiet_call("nvte_ep_comm_destroy", None)
+
+        monkeypatch.setattr(_lib, "call", call_and_collect)
+        error = one.poll_error()
+        monkeypatch.undo()
+        assert error is not None
+        assert "topk_idx" in error.text
+
+
+def test_indices_are_told_before_what_they_left_no_room_for() -> None:
+    with group(nvte_ep.Communicator.threads(1)[0], recv_capacity=1) as one:
+        handle = one.handle(top_k=1, alignment=1)
+        handle.prepare([[0], [1], [4]])
+        for status in (Status.INVALID_ARGUMENT, Status.OVERFLOW):
+            error = one.poll_error()
+            assert error is not None
+            assert (error.status, error.count, error.handle) == (status, 1, handle)
+        assert one.poll_error() is None
 
 
 def test_text_survives_a_finalizer() -> None:
