@@ -25,6 +25,7 @@
  *             not know is zero.
  *   Tensors   The inner dimension is contiguous; the stride of the outer one is free (in elements) unless said otherwise.
  *             Alignment of base pointers: token arrays by element, packed rows 16 bytes, operand parts 256 bytes.
+ *             Outputs overlap neither inputs nor each other, unless said otherwise.
  *   Streams   Work is enqueued on the given stream only, on the device of the tensors; the caller's current device stays
  *             as it was. Host tensors: stream must be NULL and the call does the work before it returns. Inputs must
  *             live, and outputs must not be read, until the stream has passed the call.
@@ -434,7 +435,7 @@ typedef struct nvte_ep_comm_config {
   uint32_t struct_size;
   uint32_t flags;
   int32_t kind;      /* NVTE_EP_COMM_* */
-  int32_t num_ranks; /* >= 1 */
+  int32_t num_ranks; /* 1 .. 1024 */
   int32_t rank;      /* [0, num_ranks) */
   int32_t device_id; /* NCCL: the CUDA device of this rank */
   const uint8_t* unique_id; /* NVTE_EP_UNIQUE_ID_BYTES bytes, the same on every rank; NULL allowed with one rank */
@@ -468,7 +469,7 @@ typedef struct nvte_ep_group_config {
   uint32_t struct_size;
   uint32_t flags;
   int32_t device_type;  /* where the tensors of the group live; 0: CPU on a THREADS communicator, CUDA on NCCL */
-  int32_t device_id;    /* CUDA device */
+  int32_t device_id;    /* CUDA device; on an NCCL communicator that one's */
   int32_t num_experts;  /* of all ranks; a multiple of the number of ranks; expert e lives on rank e / (E / ranks) */
   int32_t max_top_k;    /* largest top_k of a handle; 0 = min(num_experts, 32) */
   int64_t hidden;       /* H, a multiple of 16 */
@@ -478,8 +479,8 @@ typedef struct nvte_ep_group_config {
   int32_t num_sms;       /* streaming multiprocessors a transport may occupy; 0 = its best */
   int64_t timeout_ns;    /* how long a call waits for a peer; 0 = 100 s */
   int32_t overflow;      /* NVTE_EP_ON_OVERFLOW_* */
-  /* 1: the large tensors lie in memory from nvte_ep_mem_alloc. NCCL_EP then sums slots in place: combine changes expert_out,
-   * dispatch_backward changes grad_received. */
+  /* 1: the large tensors lie in memory from nvte_ep_mem_alloc. NCCL_EP then sums slots in place: combine may change expert_out,
+   * dispatch_backward grad_received. */
   int32_t zero_copy;
   /* Device memory comes from here if set, else from CUDA. alloc_fn returns NULL when out of memory. Groups of device
    * memory answer UNSUPPORTED so far. */
@@ -487,6 +488,7 @@ typedef struct nvte_ep_group_config {
   void (*free_fn)(void* pointer, size_t bytes, int32_t device_id, nvte_ep_stream_t stream, void* context);
   void* alloc_context;
 } nvte_ep_group_config_t;
+/* Not ..._CONFIG_INIT: TransformerEngine has that name. */
 #define NVTE_EP_GROUP_SETTINGS_INIT \
   { (uint32_t)sizeof(nvte_ep_group_config_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL }
 #define NVTE_EP_GROUP_CONFIG_V1_SIZE 96
@@ -668,7 +670,8 @@ typedef struct nvte_ep_combine_args {
 
 /* result[t] = sum over the kept slots of t of slot_weight * expert_out, in FP32, in a fixed order, rounded once (device
  * transports may round one partial row per contributing rank). A token without a kept slot gives exact zero. Collective.
- * Since ABI 1. */
+ * With transport NCCL_EP and several ranks all give the same dtype and accumulate, and with accumulate slot_weights on all ranks
+ * or on none: INVALID_ARGUMENT where they first differ, in a capture or later a hang. Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_handle_combine(nvte_ep_handle_t handle, const nvte_ep_combine_args_t* args,
                                                     nvte_ep_stream_t stream);
 
@@ -687,7 +690,7 @@ typedef struct nvte_ep_dispatch_backward_args {
 #define NVTE_EP_DISPATCH_BACKWARD_ARGS_V1_SIZE 48
 
 /* Gradient of dispatch: grad_tokens[t] = sum of grad_received over the kept slots of t; grad_topk_weights[t, k] = grad of the
- * weight of that slot, 0 where unrouted or dropped. Collective. Since ABI 1. */
+ * weight of that slot, 0 where unrouted or dropped. Collective; dtype and accumulate as in nvte_ep_handle_combine. Since ABI 1. */
 NVTE_EP_API nvte_ep_status_t nvte_ep_handle_dispatch_backward(nvte_ep_handle_t handle,
                                                               const nvte_ep_dispatch_backward_args_t* args,
                                                               nvte_ep_stream_t stream);

@@ -75,7 +75,7 @@ Status check_stream(const Device& device, nvte_ep_stream_t stream) {
 Status check_hidden(const FormatRow& format, int64_t hidden, const char* name) {
   if (hidden > 0 && hidden % format.hidden_multiple == 0 && hidden <= (int64_t{1} << 31)) return Status();
   return invalid_argument(name, ": expected hidden to be a positive multiple of ", format.hidden_multiple,
-                          " for ", format.name, ", got ", hidden);
+                          " for ", format.name, ", at most 2^31, got ", hidden);
 }
 
 }  // namespace nvte_ep

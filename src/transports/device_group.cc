@@ -74,6 +74,12 @@ Status check_weights_given(bool wanted, bool given, int64_t tokens) {
       "topk_weights: expected on every rank because this one asks for recv_weights, got NULL");
 }
 
+Status check_gradients_given(const ReturnRows& call, int64_t slots) {
+  if (!call.wants_scalars || call.slot_scalars != nullptr || slots == 0) return Status();
+  return invalid_argument(
+      "grad_recv_weights: expected on every rank because this one asks for grad_topk_weights, got NULL");
+}
+
 void DeviceMember::add(DeviceReport* report, int64_t handle_id) {
   const std::lock_guard<std::mutex> lock(mutex_);
   reporters_.push_back(Reporter{report, handle_id});

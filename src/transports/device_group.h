@@ -102,6 +102,8 @@ struct DeviceMember {
 
 // A rank that wants weights gives its own: peers do not learn in time what this one wants.
 Status check_weights_given(bool wanted, bool given, int64_t tokens);
+// The same of their gradients, of this rank's slots.
+Status check_gradients_given(const ReturnRows& call, int64_t slots);
 
 using MakeDeviceHandle =
     std::function<Status(const HandleSettings& settings, std::unique_ptr<HandleTransport>* handle)>;

@@ -73,7 +73,7 @@ class DeviceHandle : public HandleTransport {
                  {pointer(&r.rank_rows), g.max_tokens_per_rank * member_->size * 8},
                  {pointer(&r.rank_choices), choices * 8},
                  {pointer(&r.kept_indices), exchange_ == nullptr ? choices * 4 : 0},
-                 {pointer(&no_values_), exchange_ != nullptr || sums_stay() ? choices * 4 : 0},
+                 {pointer(&no_values_), exchange_ != nullptr ? choices * 4 : int64_t{4}},
                  {&r.workspace, backend->route_workspace_bytes(r)}};
     int64_t total = 0;
     for (const auto& p : parts) total += round_up(p.bytes, kOperandPartAlignment);
@@ -201,6 +201,7 @@ class DeviceHandle : public HandleTransport {
 
   Status return_rows(const ReturnRows& call, nvte_ep_stream_t stream) override {
     NVTE_EP_TRY(member_->check_alive());
+    NVTE_EP_TRY(check_gradients_given(call, slots_));
     if (slot_exchange_ != nullptr && !sums_stay()) return slot_exchange_->return_rows(call, stream);
     ReduceRows reduce{};
     reduce.num_ranks = 1;
@@ -536,7 +537,7 @@ class DeviceHandle : public HandleTransport {
   Plan plan_;
   int32_t* clean_ = nullptr;
   int32_t* all_ = nullptr;
-  float* no_values_ = nullptr;   // [tokens, top_k] zeros
+  float* no_values_ = nullptr;   // [tokens, top_k] zeros; one where a SlotExchange moves rows
   int64_t* counters_ = nullptr;  // DeviceCounters on the device
   DeviceReport report_;          // the host's view of them
   int64_t tokens_ = 0;

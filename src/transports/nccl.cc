@@ -227,12 +227,18 @@ Status NcclCommunicator::check_usable() const {
   return comm_ != nullptr && !ended_ ? Status() : bad_state("comm: it was ended because a peer did not come");
 }
 
+Status NcclCommunicator::check_usable(const Device& device) const {
+  if (device.id != device_) {
+    return invalid_argument("config.device_id: expected ", device_, ", the communicator's device, got ",
+                            device.id);
+  }
+  return check_usable();
+}
+
 Status NcclCommunicator::meet_apart(Backend* backend) {
   if (apart_ != nullptr || size() == 1) return Status();
   nccl::Comm fresh = nullptr;
-  NVTE_EP_TRY(backend->with_device([&] {
-    return check(api_, api_.ncclCommSplit(comm_, 0, rank(), &fresh, nullptr), "ncclCommSplit", comm_);
-  }));
+  NVTE_EP_TRY(backend->with_device([&] { return nccl::split(api_, comm_, rank(), &fresh); }));
   apart_ = fresh;
   return Status();
 }
@@ -294,9 +300,7 @@ Status split_nccl_communicator(void* nccl_comm, std::unique_ptr<Communicator>* c
   Backend* backend = nullptr;
   NVTE_EP_TRY(find_backend(Device{NVTE_EP_DEVICE_CUDA, device}, 0, &backend));
   nccl::Comm comm = nullptr;
-  NVTE_EP_TRY(backend->with_device([&] {
-    return check(*api, api->ncclCommSplit(given, 0, rank, &comm, nullptr), "ncclCommSplit", given);
-  }));
+  NVTE_EP_TRY(backend->with_device([&] { return nccl::split(*api, given, rank, &comm); }));
   *communicator = std::make_unique<NcclCommunicator>(*api, comm, rank, size, device);
   return Status();
 }
@@ -313,7 +317,7 @@ Status probe_nccl(const Communicator& comm, const GroupSettings& settings) {
 Status create_nccl(Communicator* comm, const GroupSettings& settings, Backend* backend,
                    std::unique_ptr<GroupTransport>* group) {
   NcclCommunicator& base = *static_cast<NcclCommunicator*>(comm);
-  NVTE_EP_TRY(base.check_usable());
+  NVTE_EP_TRY(base.check_usable(settings.device));
   auto exchange = std::make_unique<NcclExchange>(base.api(), settings, backend, comm->rank(), comm->size());
   NVTE_EP_TRY(exchange->open(&base));
   *group = make_device_group("nccl", settings, backend, comm->rank(), comm->size(), std::move(exchange));

@@ -25,6 +25,8 @@ class NcclCommunicator : public Communicator {
   int32_t device() const { return device_; }
   // BAD_STATE where no more groups can be made of it.
   Status check_usable() const;
+  // The same for a group on this device: INVALID_ARGUMENT where it is not the communicator's.
+  Status check_usable(const Device& device) const;
 
   // Where hosts meet that may wait in vain: comm() itself, until there is a group whose memory belongs to it. Null once ended.
   nccl::Comm meeting_point() const {

@@ -2,8 +2,11 @@
 
 #include <dlfcn.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <mutex>
+#include <thread>
+#include <utility>
 
 namespace nvte_ep {
 namespace nccl {
@@ -124,8 +127,22 @@ Status load(const Api** api) {
   return Status();
 }
 
+Status split(const Api& api, Comm whole, int32_t rank, Comm* fresh) {
+  Result result = api.ncclCommSplit(whole, 0, rank, fresh, nullptr);
+  if (result != kInProgress) return check(api, result, "ncclCommSplit", whole);
+  // It would be of the same kind. It has to be there before it can go.
+  do {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    NVTE_EP_TRY(check(api, api.ncclCommGetAsyncError(whole, &result), "ncclCommGetAsyncError", whole));
+  } while (result == kInProgress);
+  NVTE_EP_TRY(check(api, result, "ncclCommSplit", whole));
+  (void)api.ncclCommAbort(std::exchange(*fresh, nullptr));
+  return invalid_argument(
+      "nccl_comm: expected a communicator whose calls block (config.blocking 1), got one that does not");
+}
+
 Status check(const Api& api, Result result, const char* call, Comm comm) {
-  if (result == 0 || result == kInProgress) return Status();
+  if (result == 0) return Status();
   const char* detail = api.ncclGetLastError(comm);
   return Status(NVTE_EP_STATUS_TRANSPORT,
                 text(call, ": ", api.ncclGetErrorString(result),

@@ -73,6 +73,10 @@ struct Api {
 // library, else the system's. Loaded once and never closed. UNSUPPORTED with what was tried and the remedy.
 Status load(const Api** api);
 
+// A communicator of the same ranks that orders no calls of the other. Collective. INVALID_ARGUMENT where its calls would not
+// block: what they enqueue would not be there when they return.
+Status split(const Api& api, Comm whole, int32_t rank, Comm* fresh);
+
 // The text of a failed call, as a TRANSPORT status; OK for success.
 Status check(const Api& api, Result result, const char* call, Comm comm);
 

@@ -33,9 +33,6 @@ Status probe_nccl_ep(const Communicator& comm, const GroupSettings& settings) {
       return unsupported("nccl_ep: NCCL EP takes at most ", cap.most, " ", cap.what, ", got ", cap.got);
     }
   }
-  if (settings.max_tokens_per_rank == 0) {
-    return unsupported("nccl_ep: NCCL EP needs max_tokens_per_rank of 1 at least, got 0");
-  }
   return Status();
 }
 
@@ -46,7 +43,7 @@ Status create_nccl_ep(Communicator* comm, const GroupSettings& settings, Backend
                             settings.num_sms);
   }
   NcclCommunicator* const base = static_cast<NcclCommunicator*>(comm);
-  NVTE_EP_TRY(base->check_usable());
+  NVTE_EP_TRY(base->check_usable(settings.device));
   auto ranks = std::make_unique<NcclEpRanks>(base->api(), settings, backend, comm->rank(), comm->size());
   NVTE_EP_TRY(ranks->open(base));
   *group = make_slot_group("nccl_ep", settings, backend, comm->rank(), comm->size(), std::move(ranks));

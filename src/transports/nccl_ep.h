@@ -3,7 +3,7 @@
 // illegal or repeated index and never overflows.
 //
 // zero_copy: dispatch writes straight into the peers' symmetric memory, combine and dispatch backward read it there, and add
-// the slots of a token in place: what lies in expert_out and grad_received is changed.
+// the slots of a token in place, unless a rank is alone: what lies in expert_out and grad_received is changed.
 #ifndef NVTE_EP_TRANSPORTS_NCCL_EP_H_
 #define NVTE_EP_TRANSPORTS_NCCL_EP_H_
 

@@ -32,7 +32,10 @@ bool low_latency_fits(const GroupSettings& settings, int32_t size) {
   const bool shape = settings.hidden % kHiddenMultiple == 0 && settings.hidden <= kMaxHidden &&
                      settings.max_top_k <= kMaxTopK;
   const int64_t experts = int64_t{padded_local_experts(settings, size)} * size;
-  const int64_t sms = settings.num_sms != 0 ? settings.num_sms : kFewestSms;
+  const char* const chosen = std::getenv(kExchangeSms);
+  const int64_t sms = chosen != nullptr       ? std::atoll(chosen)
+                      : settings.num_sms != 0 ? settings.num_sms
+                                              : kFewestSms;
   return low_latency_wanted() && small && shape && experts <= kExpertsPerSm * sms;
 }
 

@@ -17,7 +17,6 @@ namespace {
 
 // Multiprocessors of the exchange itself, which NCCL EP's config sets together with those of its local kernels. On an H200
 // dispatch is fastest with 24, combine with 96; this is the best for both together. The local kernels keep all of them.
-constexpr const char* kExchangeSms = "NCCL_EP_COMM_SMS";
 constexpr const char* kExchangeSmsDefault = "32";
 
 // Chooses it for the groups that are created while an object of this class lives, unless the environment does. Several threads
@@ -52,7 +51,10 @@ NcclEpRanks::~NcclEpRanks() {
 
 Status NcclEpRanks::open(NcclCommunicator* base) {
   const bool low_latency = low_latency_fits(settings_, ranks_.size());
-  NVTE_EP_TRY(ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL_EP, low_latency));
+  NVTE_EP_TRY(
+      ranks_.open(base, settings_, NVTE_EP_TRANSPORT_NCCL_EP,
+                  {{"num_sms", settings_.num_sms},
+                   {"low-latency mode (NVTE_EP_NCCL_EP_LOW_LATENCY, NCCL_EP_COMM_SMS)", low_latency}}));
   // What a rank needs of its own comes before what it does with the others: where one rank lacks it, none waits for it. Where it has no
   // NCCL EP, AUTO goes on to the next transport.
   NVTE_EP_TRY(ranks_.settle("group_create", reserve(low_latency), nullptr));
@@ -203,6 +205,24 @@ void NcclEpRanks::release_symmetric(Backend* backend, void* memory) {
     (void)ranks_.api().ncclMemFree(memory);
     return Status();
   });
+}
+
+Status NcclEpRanks::agree_on_sums(const ReturnRows& call, bool low_latency, bool rounds_twice,
+                                  nvte_ep_stream_t stream) {
+  if (ranks_.size() == 1) return Status();
+  const std::array<int64_t, 3> way{static_cast<int64_t>(call.slots.dtype), rounds_twice, low_latency};
+  std::set<std::array<int64_t, 3>>& known = agreed_sums_[call.backward];
+  if (known.count(way) != 0) return Status();
+  bool capturing = false;
+  NVTE_EP_TRY(backend_->is_capturing(stream, &capturing));
+  if (capturing) return Status();
+  NVTE_EP_TRY(ranks_.agree(call.backward ? "dispatch_backward" : "combine",
+                           {{"type of what is summed", way[0]},
+                            {"accumulate", way[1]},
+                            {"low-latency mode (not with slot_weights and accumulate)", way[2]}},
+                           stream));
+  known.insert(way);
+  return Status();
 }
 
 Status NcclEpRanks::bind(nccl_ep::Tensor* tensor, nvte_ep_stream_t stream) {

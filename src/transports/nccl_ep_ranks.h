@@ -3,6 +3,7 @@
 #define NVTE_EP_TRANSPORTS_NCCL_EP_RANKS_H_
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <set>
 #include <string>
@@ -51,6 +52,10 @@ class NcclEpRanks : public RoutingRanks {
   // The window that holds memory which zero_copy names. Its place must be the same on every rank: a place that has not been
   // seen yet is compared, which waits.
   Status bind(nccl_ep::Tensor* tensor, nvte_ep_stream_t stream);
+
+  // Ranks that sum in unlike ways make unlike calls of NCCL EP, whose kernels then wait for ever. A way that the group has not
+  // gone yet is compared, which waits; not in a capture.
+  Status agree_on_sums(const ReturnRows& call, bool low_latency, bool rounds_twice, nvte_ep_stream_t stream);
 
   // Enqueues calls of NCCL EP as one step.
   template <typename Function>
@@ -112,6 +117,7 @@ class NcclEpRanks : public RoutingRanks {
   std::map<const uint8_t*, Block> blocks_;  // symmetric memory
   int64_t num_blocks_ = 0;
   std::set<std::pair<int64_t, int64_t>> agreed_places_;  // number of the block, offset
+  std::set<std::array<int64_t, 3>> agreed_sums_[2];      // of combine and of dispatch backward
 };
 
 }  // namespace nvte_ep

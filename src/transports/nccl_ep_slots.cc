@@ -120,10 +120,12 @@ Status NcclEpSlots::high_throughput(const DispatchCall& call, int32_t format, in
 
 Status NcclEpSlots::return_rows(const ReturnRows& call, nvte_ep_stream_t stream) {
   const int64_t hidden = ranks_->settings().hidden;
-  if (low_latency_ != nullptr && low_latency_->can_combine(call)) return low_latency_combine(call, stream);
-  NVTE_EP_TRY(update(stream));
+  const bool low_latency = low_latency_ != nullptr && low_latency_->can_combine(call);
   // What is added to a result must not be rounded before: NCCL EP rounds the sum over the ranks to the type of its rows.
-  const bool rounds_twice = call.accumulate && ranks_->size() > 1;
+  const bool rounds_twice = !low_latency && call.accumulate && ranks_->size() > 1;
+  NVTE_EP_TRY(ranks_->agree_on_sums(call, low_latency, rounds_twice, stream));
+  if (low_latency) return low_latency_combine(call, stream);
+  NVTE_EP_TRY(update(stream));
   const DType dtype = rounds_twice ? DType::kFloat32 : call.slots.dtype;
   const int64_t columns = std::min(hidden, token_bytes(ranks_->settings()) / dtype_bytes(dtype));
   const int64_t passes = hidden / columns;

@@ -22,8 +22,11 @@ Status NcclGather::gather(const char* step, const void* mine, int64_t bytes, voi
   NVTE_EP_TRY(wait_(step, stream));
   NVTE_EP_TRY(backend_->download(marked.data(), receive.as<void>(), marked_bytes * size_, stream));
   for (int32_t r = 0; r < size_; ++r) {
-    std::memcpy(static_cast<uint8_t*>(all) + r * bytes, marked.data() + r * marked_bytes,
-                static_cast<size_t>(bytes));
+    const uint8_t* const came = marked.data() + r * marked_bytes;
+    if (!has_come(came, marked_bytes)) {
+      return Status(NVTE_EP_STATUS_TRANSPORT, text(step, ": NCCL has ended, and nothing came from rank ", r));
+    }
+    std::memcpy(static_cast<uint8_t*>(all) + r * bytes, came, static_cast<size_t>(bytes));
   }
   return Status();
 }
@@ -44,10 +47,12 @@ Status NcclGather::agree(const char* step, const std::vector<Agreed>& mine, nvte
 Status NcclGather::settle(const char* step, const Status& mine, nvte_ep_stream_t stream) const {
   struct Outcome {
     int32_t code;
-    char message[252];
+    char message[1020];
   };
   Outcome own{mine.code(), {}};
   std::memcpy(own.message, mine.message().data(), std::min(mine.message().size(), sizeof(own.message) - 1));
+  if (mine.message().size() >= sizeof(own.message))
+    std::memcpy(own.message + sizeof(own.message) - 4, "...", 4);
   std::vector<Outcome> all(static_cast<size_t>(size_));
   NVTE_EP_TRY(gather(step, &own, sizeof(own), all.data(), stream));
   for (int32_t r = 0; r < size_; ++r) {

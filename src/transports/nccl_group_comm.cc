@@ -13,16 +13,13 @@ using nccl::check;
 using Clock = std::chrono::steady_clock;
 
 Status NcclGroupComm::open(NcclCommunicator* base, const GroupSettings& settings, int32_t transport,
-                           int32_t mode) {
+                           const std::vector<Agreed>& more) {
   NVTE_EP_TRY(watch_.open());
   base_ = base;
-  NVTE_EP_TRY(backend_->with_device([&] {
-    return check(api_, api_.ncclCommSplit(base->comm(), 0, rank_, &comm_, nullptr), "ncclCommSplit",
-                 base->comm());
-  }));
+  NVTE_EP_TRY(backend_->with_device([&] { return nccl::split(api_, base->comm(), rank_, &comm_); }));
   std::vector<Agreed> agreement = group_agreement(settings);
   agreement.push_back({"transport", transport});
-  agreement.push_back({"low-latency mode", mode});
+  agreement.insert(agreement.end(), more.begin(), more.end());
   return agree("group_create", agreement, nullptr);
 }
 

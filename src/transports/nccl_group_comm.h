@@ -38,8 +38,9 @@ class NcclGroupComm {
   NcclGroupComm& operator=(const NcclGroupComm&) = delete;
 
   // Splits base, so that groups do not order each other's calls. Collective. INVALID_ARGUMENT where the ranks disagree on the
-  // settings, or on the transport (NVTE_EP_TRANSPORT_*), which AUTO may have chosen differently, or its mode.
-  Status open(NcclCommunicator* base, const GroupSettings& settings, int32_t transport, int32_t mode = 0);
+  // settings, or on the transport (NVTE_EP_TRANSPORT_*), which AUTO may have chosen differently, or what it adds to them.
+  Status open(NcclCommunicator* base, const GroupSettings& settings, int32_t transport,
+              const std::vector<Agreed>& more = {});
 
   const nccl::Api& api() const { return api_; }
   nccl::Comm comm() const { return comm_; }

@@ -20,8 +20,12 @@ GroupSettings decode() {
 
 class NcclEpModes : public ::testing::Test {
  protected:
-  NcclEpModes() { unsetenv(kVariable); }
-  ~NcclEpModes() override { unsetenv(kVariable); }
+  NcclEpModes() { clear(); }
+  ~NcclEpModes() override { clear(); }
+  static void clear() {
+    unsetenv(kVariable);
+    unsetenv(kExchangeSms);
+  }
   static constexpr const char* kVariable = "NVTE_EP_NCCL_EP_LOW_LATENCY";
 };
 
@@ -55,6 +59,19 @@ TEST_F(NcclEpModes, WhatItsKernelsAreNotMadeForHasHighThroughput) {
   EXPECT_FALSE(with([](GroupSettings* s) { s->num_experts = 900; }));  // of any device
   EXPECT_FALSE(with([](GroupSettings* s) { s->num_sms = 4; }));
   EXPECT_TRUE(with([](GroupSettings* s) { s->num_sms = 5; }));
+}
+
+TEST_F(NcclEpModes, NcclEpsOwnNumberOfMultiprocessorsWins) {
+  GroupSettings s = decode();
+  s.num_experts = 256;
+  EXPECT_TRUE(low_latency_fits(s, 2));
+  setenv(kExchangeSms, "18", 1);
+  EXPECT_FALSE(low_latency_fits(s, 2));
+  s.num_sms = 64;
+  EXPECT_FALSE(low_latency_fits(s, 2));
+  setenv(kExchangeSms, "19", 1);
+  s.num_sms = 4;
+  EXPECT_TRUE(low_latency_fits(s, 2));
 }
 
 TEST_F(NcclEpModes, ARowHasRoomForItsTrailer) {

@@ -33,6 +33,9 @@ struct FakeNccl {
   bool inside = false;           // one does
   nccl::Result result = 0;       // of calls
   nccl::Result async_error = 0;  // of every communicator
+  nccl::Result of_split = 0;
+  int in_progress = 0;  // so many times yet that is the answer to how a communicator does
+  bool loses = false;   // what is gathered does not come
   nccl::CommStruct base;
   nccl::CommStruct split;  // of base
   int ended_under_a_call = 0;
@@ -45,7 +48,7 @@ nccl::Api fake_api() {
   nccl::Api api{};
   api.ncclCommSplit = [](nccl::Comm, int, int, nccl::Comm* fresh, void*) {
     *fresh = &FakeNccl::current->split;
-    return 0;
+    return FakeNccl::current->of_split;
   };
   api.ncclCommDestroy = [](nccl::Comm comm) {
     ++comm->destroyed;
@@ -60,7 +63,9 @@ nccl::Api fake_api() {
     return 0;
   };
   api.ncclCommGetAsyncError = [](nccl::Comm, nccl::Result* error) {
-    *error = FakeNccl::current->async_error;
+    FakeNccl& fake = *FakeNccl::current;
+    *error = fake.in_progress > 0 ? nccl::kInProgress : fake.async_error;
+    fake.in_progress -= fake.in_progress > 0;
     return 0;
   };
   api.ncclGetErrorString = [](nccl::Result) { return "an error"; };
@@ -74,7 +79,8 @@ nccl::Api fake_api() {
     fake.changed.notify_all();
     fake.changed.wait(lock, [&] { return !fake.hold || comm->aborted > 0; });
     fake.inside = false;
-    if (bytes > 0) std::memcpy(all, mine, bytes);
+    if (bytes > 0 && !fake.loses) std::memcpy(all, mine, bytes);
+    if (bytes > 0 && fake.loses) std::memset(all, 0, bytes);
     fake.changed.notify_all();
     return fake.result;
   };
@@ -130,6 +136,50 @@ class NcclGroupCommTest : public ::testing::Test {
   const nccl::Api api_ = fake_api();
   NcclCommunicator base_{api_, &fake_.base, 0, 2, 0};
 };
+
+TEST_F(NcclGroupCommTest, IsOnTheDeviceOfItsCommunicator) {
+  const NcclCommunicator other(api_, nullptr, 0, 1, 3);
+  EXPECT_EQ(other.check_usable(nvte_ep::Device{NVTE_EP_DEVICE_CUDA, 1}).message(),
+            "config.device_id: expected 3, the communicator's device, got 1");
+  EXPECT_TRUE(base_.check_usable(nvte_ep::Device{NVTE_EP_DEVICE_CUDA, 0}).ok());
+}
+
+TEST_F(NcclGroupCommTest, ACommunicatorThatDoesNotBlockIsRefused) {
+  fake_.of_split = nccl::kInProgress;
+  fake_.in_progress = 3;
+  nccl::Comm fresh = nullptr;
+  const Status refused = nccl::split(api_, &fake_.base, 0, &fresh);
+  EXPECT_EQ(refused.code(), NVTE_EP_STATUS_INVALID_ARGUMENT);
+  EXPECT_NE(refused.message().find("nccl_comm: expected a communicator whose calls block"),
+            std::string::npos);
+  EXPECT_EQ(fresh, nullptr);
+  EXPECT_EQ(fake_.in_progress, 0);
+  EXPECT_EQ(fake_.split.aborted, 1) << "what was split off is gone";
+  EXPECT_EQ(fake_.base.aborted + fake_.base.destroyed, 0);
+}
+
+TEST_F(NcclGroupCommTest, ACallThatIsStillInProgressHasFailed) {
+  const auto group = make_group();
+  fake_.result = nccl::kInProgress;
+  EXPECT_EQ(step(group.get()).code(), NVTE_EP_STATUS_TRANSPORT);
+}
+
+TEST_F(NcclGroupCommTest, WhatDidNotComeIsNotTakenForZeros) {
+  const auto group = make_group();
+  fake_.loses = true;
+  const Status lost = group->agree("prepare", {{"top_k", 0}}, nullptr);
+  EXPECT_EQ(lost.message(), "prepare: NCCL has ended, and nothing came from rank 0");
+}
+
+TEST_F(NcclGroupCommTest, AReasonIsToldWhole) {
+  const auto group = make_group();
+  for (const size_t length : {size_t{700}, size_t{1019}, size_t{1020}, size_t{4000}}) {
+    const Status mine(NVTE_EP_STATUS_UNSUPPORTED, std::string(length - 3, 'x') + "end");
+    const Status told = group->settle("group_create", mine, nullptr);
+    EXPECT_EQ(told.code(), mine.code());
+    EXPECT_EQ(told.message(), "rank 0: " + (length < 1020 ? mine.message() : std::string(1016, 'x') + "..."));
+  }
+}
 
 TEST_F(NcclGroupCommTest, AGroupThatWorkedIsDestroyedAndItsBaseLivesOn) {
   make_group();

@@ -196,6 +196,7 @@ class PeerHandle : public HandleTransport {
 
   Status return_rows(const ReturnRows& call, nvte_ep_stream_t stream) override {
     NVTE_EP_TRY(member_->check_alive());
+    NVTE_EP_TRY(check_gradients_given(call, routing().slots));
     const DType dtype = call.slots.dtype;
     const PoolLayout& pool = group_->layout();
     CombineArguments a{};

@@ -107,7 +107,7 @@ class ProcessMemory : public PeerMemory {
   ProcessRanks ranks() { return ProcessRanks{comm_, backend_, &gather_, stream_}; }
 
   Status open(int64_t bytes) override {
-    NVTE_EP_TRY(comm_->check_usable());
+    NVTE_EP_TRY(comm_->check_usable(settings_.device));
     NVTE_EP_TRY(backend_->with_device([&]() -> Status {
       // Ahead of the kernels of this process, and on no queue with them.
       int least = 0;
