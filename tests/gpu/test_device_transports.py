@@ -36,12 +36,14 @@ class Setup:
     capacity: int = 0  # of each rank; 0: eager
     overflow: str = "error"
     zero_copy: bool = False
+    num_sms: int = 0
 
     def __str__(self) -> str:
         kind = "eager" if self.capacity == 0 else f"capacity {self.capacity}"
         kind += f", T {max(self.tokens)}" if max(self.tokens) > 128 else ""
         kind += f", E {self.experts}" if self.experts % 4 else ""
         kind += ", zero copy" if self.zero_copy else ""
+        kind += f", {self.num_sms} SMs" if self.num_sms else ""
         return f"{self.ranks} ranks, {self.dispatch}, {self.dtype}, H {self.hidden}, {kind}"
 
 
@@ -90,6 +92,7 @@ def step(rank: Rank, setup: Setup, transport: str, kind: str, device: str) -> di
     if device == "cuda":
         torch.cuda.set_device(where)
         options["device"] = where
+        options["num_sms"] = setup.num_sms
     gpu = rank.index % torch.cuda.device_count()
     comm = nvte_ep.Communicator(kind, rank.size, rank.index, shared_id, device_id=gpu)
     given = {name: t.to(where) for name, t in inputs(setup, rank.index).items()}
@@ -295,6 +298,9 @@ COMPILE_TIMEOUT = 240.0
 # NCCL EP's high-throughput mode at more tokens than its low-latency mode takes, and what only the former has.
 HIGH_THROUGHPUT = [
     Setup(1, (170,), capacity=1024),
+    Setup(1, (170,), capacity=1024, num_sms=24),  # whose sums are NCCL EP's, and not the library's own
+    Setup(1, (170,), capacity=1024, zero_copy=True),
+    Setup(1, (170,), dispatch="bf16", combine_backward="bf16", dtype="float32"),
     Setup(2, (170, 33), capacity=1024),
     Setup(2, (170, 33), dispatch="mxfp8", combine_backward="mxfp8", capacity=1024),
     Setup(2, (170, 33), dispatch="bf16", combine_backward="bf16", dtype="float32", capacity=1024),

@@ -15,7 +15,7 @@ import numpy as np
 import nvte_ep
 import pytest
 from distributed.launcher import Rank, run_processes
-from nvte_ep import Status, UnsupportedError
+from nvte_ep import InvalidArgumentError, Status, UnsupportedError
 
 with contextlib.suppress(ImportError):  # the fixture says so, and fails where NVTE_EP_REQUIRE names it
     import torch
@@ -170,6 +170,45 @@ def test_auto_takes_peer_then_nccl_ep_then_nccl() -> None:
         assert got == ["nccl_ep"] * 2
     else:
         assert all("nccl_ep" in text for text in got)
+
+
+def sum_in_unlike_ways(rank: Rank) -> list[str]:
+    """What each of the ways is told; then all go the same one."""
+    gpu = use_gpu(rank)
+    shared = rank.broadcast(lambda: nvte_ep.unique_id("nccl"))
+    comm = nvte_ep.Communicator("nccl", rank.size, rank.index, shared, device_id=gpu)
+    told = []
+    with open_group(comm, gpu, transport="nccl_ep") as group:
+        rank.on_failure(group.abort)
+        handle = group.handle(top_k=2, alignment=16, dispatch="bf16")
+        topk = torch.tensor([[0, EXPERTS - 1]] * TOKENS, device=f"cuda:{gpu}")
+        ones = torch.ones((640, HIDDEN), dtype=torch.bfloat16, device=f"cuda:{gpu}")
+        result = torch.full((TOKENS, HIDDEN), 3.0, dtype=torch.bfloat16, device=f"cuda:{gpu}")
+        torch.cuda.synchronize()
+        handle.prepare(topk)
+        for accumulate, slots in (
+            (rank.index == 0, ones),
+            (False, ones.float() if rank.index == 0 else ones),
+        ):
+            out = result.to(slots.dtype)
+            with pytest.raises(InvalidArgumentError) as caught:
+                handle.combine(slots, out=out, accumulate=accumulate)
+            told.append(str(caught.value))
+        for accumulate, expected in ((True, 5.0), (False, 2.0), (True, 4.0)):
+            handle.combine(ones, out=result, accumulate=accumulate)
+            torch.cuda.synchronize()
+            assert (result == expected).all()
+        assert group.poll_error() is None
+    return told
+
+
+def test_nccl_ep_ranks_that_sum_in_unlike_ways_are_told(missing: Callable[[str, str], NoReturn]) -> None:
+    (entry,) = (t for t in nvte_ep.build_info()["transports"] if t["name"] == "nccl_ep")
+    if not entry["available"]:
+        missing("nccl_ep", entry["reason"])
+    for told in run(2, sum_in_unlike_ways):
+        assert "accumulate: expected the same on every rank" in told[0]
+        assert "type of what is summed: expected the same on every rank" in told[1]
 
 
 def test_where_one_rank_lacks_nccl_ep_none_takes_it() -> None:
