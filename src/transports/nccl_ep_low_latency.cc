@@ -32,7 +32,7 @@ bool low_latency_fits(const GroupSettings& settings, int32_t size) {
   const bool shape = settings.hidden % kHiddenMultiple == 0 && settings.hidden <= kMaxHidden &&
                      settings.max_top_k <= kMaxTopK;
   const int64_t experts = int64_t{padded_local_experts(settings, size)} * size;
-  const char* const chosen = std::getenv(kExchangeSms);
+  const char* const chosen = exchange_sms_of_user();
   const int64_t sms = chosen != nullptr       ? std::atoll(chosen)
                       : settings.num_sms != 0 ? settings.num_sms
                                               : kFewestSms;

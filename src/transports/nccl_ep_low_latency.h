@@ -13,8 +13,6 @@ namespace nvte_ep {
 
 // Whether groups that fit work in this mode: the environment variable NVTE_EP_NCCL_EP_LOW_LATENCY, 0 or 1.
 bool low_latency_wanted();
-// NCCL EP's own variable for the multiprocessors of its exchange, which wins over what a group says.
-constexpr const char* kExchangeSms = "NCCL_EP_COMM_SMS";
 // Whether a group of these settings does.
 bool low_latency_fits(const GroupSettings& settings, int32_t size);
 // A row with its trailer.

@@ -36,6 +36,11 @@ class ExchangeSms {
   ExchangeSms(const ExchangeSms&) = delete;
   ExchangeSms& operator=(const ExchangeSms&) = delete;
 
+  static const char* of_user() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return users_ > 0 && chosen_ ? nullptr : std::getenv(kExchangeSms);
+  }
+
  private:
   inline static std::mutex mutex_;
   inline static int users_ = 0;
@@ -43,6 +48,8 @@ class ExchangeSms {
 };
 
 }  // namespace
+
+const char* exchange_sms_of_user() { return ExchangeSms::of_user(); }
 
 NcclEpRanks::~NcclEpRanks() {
   close();

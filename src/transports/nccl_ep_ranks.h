@@ -19,6 +19,11 @@ namespace nvte_ep {
 
 class NcclEpSlots;
 
+// NCCL EP's own variable for the multiprocessors of its exchange, which wins over what a group says; and what the user has set
+// there, or null.
+constexpr const char* kExchangeSms = "NCCL_EP_COMM_SMS";
+const char* exchange_sms_of_user();
+
 // One rank of the group, and what its handles share. Steps follow each other on the group's stream, so one set of buffers
 // for rows that cannot be handed over as they are will do.
 class NcclEpRanks : public RoutingRanks {
