@@ -14,6 +14,7 @@ from typing import Any
 from nvte_ep.commands._expect import Cluster
 from nvte_ep.commands._figures import DEFAULT, Figures, load
 from nvte_ep.commands._report import UsageError, pairs, print_json, size, table
+from nvte_ep.commands.bench_ep_data import sum_bytes
 from nvte_ep.commands.bench_ep_rank import TRANSPORTS
 from nvte_ep.communicator import Communicator, unique_id
 from nvte_ep.errors import NvteEpError
@@ -253,11 +254,9 @@ def _plan_format(setting: Setting, name: str, capacity: int) -> FormatPlan:
     cluster, hidden = setting.cluster, setting.hidden
     width = row_bytes(name, hidden)
     combine_width = row_bytes(setting.combine, hidden)
-    bf16_tokens = 2 * hidden * cluster.tokens
-    bf16_slots = 2 * hidden * cluster.slots
-    # The fewest bytes of memory: read the tokens, write the slots; and the other way round.
-    dispatch = _exchange(setting, width, bf16_tokens + cluster.slots * width)
-    combine = _exchange(setting, combine_width, bf16_slots + bf16_tokens)
+    # The fewest bytes of memory: read the tokens, write the slots, padding too; the other way round without.
+    dispatch = _exchange(setting, width, 2 * hidden * cluster.tokens + cluster.slots * width)
+    combine = _exchange(setting, combine_width, sum_bytes(hidden, cluster.tokens, cluster.rows))
     rowwise = capacity * width
     training: int | None = rowwise
     if format_info()[name].operand_multiple:
