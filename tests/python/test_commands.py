@@ -837,7 +837,7 @@ def test_plan_expects_nothing_of_a_network_that_was_not_measured(
 ) -> None:
     """A multiple of a floor that another link sets is no time of this one."""
     figures = tmp_path / "figures.json"
-    figures.write_text(plan.DEFAULT.read_text().replace('"peer"', '"nccl_ep"'))
+    figures.write_text(plan.default_figures(8).read_text().replace('"peer"', '"nccl_ep"'))
     arguments = ["plan", "--transport", "nccl_ep", "--figures", str(figures)]
     assert document(capsys, *arguments)["figures"]["transport"] == "nccl_ep"
     assert document(capsys, *arguments, "--domain", "4")["figures"] is None
@@ -874,7 +874,7 @@ def test_plan_says_that_it_has_no_figures(
 ) -> None:
     assert main(["plan"]) == 0
     assert "of the package: peer with 2 ranks" in capsys.readouterr().out
-    monkeypatch.setattr(plan, "DEFAULT", tmp_path / "none.json")
+    monkeypatch.setattr(plan, "default_figures", lambda ranks: tmp_path / "none.json")
     assert main(["plan"]) == 0
     printed = capsys.readouterr().out
     assert "give --figures" in printed

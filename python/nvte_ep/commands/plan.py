@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nvte_ep.commands._expect import Cluster
-from nvte_ep.commands._figures import DEFAULT, Figures, load
+from nvte_ep.commands._figures import Figures, Step, default_figures, load
 from nvte_ep.commands._report import UsageError, pairs, print_json, size, table
 from nvte_ep.commands.bench_ep_data import sum_bytes
 from nvte_ep.commands.bench_ep_rank import TRANSPORTS
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--figures",
         type=Path,
         metavar="FILE",
-        help="JSON of nvte-ep bench ep to go by (those of two H200 that come with the package)",
+        help="JSON of nvte-ep bench ep to go by (those of one and of two H200 that come with the package)",
     )
     figures.add_argument("--no-figures", action="store_true", help="floors only")
     figures.add_argument(
@@ -196,9 +196,10 @@ def _figures(arguments: argparse.Namespace, cluster: Cluster) -> tuple[Figures |
     known = (*TRANSPORTS, "threads")
     if arguments.transport not in known:
         raise UsageError(f"--transport: expected {', '.join(known)}, got {arguments.transport}")
-    if arguments.no_figures or (arguments.figures is None and not DEFAULT.is_file()):
+    default = default_figures(cluster.ranks)
+    if arguments.no_figures or (arguments.figures is None and not default.is_file()):
         return None, "give --figures (and --transport) for expected times"
-    figures = load(arguments.figures or DEFAULT, arguments.transport)
+    figures = load(arguments.figures or default, arguments.transport, cluster.ranks)
     most_ranks, most_tokens = LIMITS.get(arguments.transport, (None, None))
     if most_ranks is not None and cluster.ranks > most_ranks:
         return None, f"transport {arguments.transport} takes at most {most_ranks} ranks"
@@ -243,6 +244,7 @@ class FormatPlan:
     layer_microseconds: float  # forward: dispatch and combine
     training_layer_microseconds: float  # and backward: the same again
     expected: dict[str, float | None]  # microseconds by the figures; None: they lack something
+    step: dict[str, float | None]  # microseconds of a measured step, in place of expected ones
 
 
 def _has_columns(setting: Setting, name: str) -> bool:
@@ -274,8 +276,24 @@ def _plan_format(setting: Setting, name: str, capacity: int) -> FormatPlan:
         rowwise = operand_bytes(columnwise=False)
         training = operand_bytes(columnwise=True) if _has_columns(setting, name) else None
     forward = dispatch.microseconds + combine.microseconds
-    expected = {} if setting.figures is None else _expected(setting, setting.figures, name, dispatch, combine)
-    return FormatPlan(name, width, dispatch, combine, rowwise, training, forward, 2 * forward, expected)
+    expected: dict[str, float | None] = {}
+    times: dict[str, float | None] = {}
+    step = _step(setting)
+    if step is not None:
+        times = {
+            "prepare, dispatch": step.microseconds.get(f"{name} dispatch"),
+            "prepare, dispatch, combine": step.microseconds.get(f"{name} dispatch + combine"),
+        }
+    elif setting.figures is not None:
+        expected = _expected(setting, setting.figures, name, dispatch, combine)
+    return FormatPlan(
+        name, width, dispatch, combine, rowwise, training, forward, 2 * forward, expected, times
+    )
+
+
+def _step(setting: Setting) -> Step | None:
+    """A measured step to show where the batch is too small for a multiple of the floor."""
+    return None if setting.figures is None else setting.figures.step(setting.cluster.tokens)
 
 
 def _expected(
@@ -292,9 +310,8 @@ def _expected(
         memory = 2 * setting.hidden * cluster.tokens + 2 * cluster.slots * width
         more = _exchange(setting, width, memory)
     rounding = " stochastic" if name == "nvfp4" else ""
-    routing = _exchange(setting, 0, 8 * cluster.tokens * cluster.top_k * cluster.ranks + 8 * cluster.slots)
     calls = {
-        "prepare": figures.microseconds("prepare", routing.microseconds),
+        "prepare": figures.prepare_microseconds(cluster.tokens),
         "dispatch": figures.microseconds(f"dispatch {name} -> {received}", dispatch.microseconds),
         "training dispatch": figures.microseconds(f"dispatch {name} -> {with_columns}", more.microseconds),
         "combine": figures.microseconds(f"combine {setting.combine}", combine.microseconds),
@@ -354,6 +371,7 @@ def _group_memory(setting: Setting, capacity: int) -> dict[str, Any]:
 def _document(setting: Setting) -> dict[str, Any]:
     cluster = setting.cluster
     capacity = cluster.capacity(setting.headroom)
+    step = _step(setting)
     return {
         "command": "plan",
         "model": setting.model,
@@ -389,8 +407,11 @@ def _document(setting: Setting) -> dict[str, Any]:
             "device": setting.figures.device,
             "ranks": setting.figures.ranks,
             "transport": setting.figures.transport,
+            "tokens": setting.figures.tokens,
             "rules": {name: asdict(rule) for name, rule in setting.figures.rules.items()},
+            "prepare_microseconds": setting.figures.prepare,
         },
+        "step": None if step is None else asdict(step.shape) | {"microseconds": step.microseconds},
         "group_memory": _group_memory(setting, capacity),
         "formats": [asdict(_plan_format(setting, name, capacity)) for name in setting.formats],
     }
@@ -476,7 +497,12 @@ def _print_report(setting: Setting, document: dict[str, Any]) -> None:
                 lambda plan: _duration(setting.layers * plan["training_layer_microseconds"]),
             )
         )
-    if setting.figures is not None:
+    if document["step"] is not None:
+        rows.append(("time measured of a small step (its shape: see figures)",))
+        rows += [
+            row(name, lambda plan, name=name: _expected_text(plan["step"][name])) for name in plans[0]["step"]
+        ]
+    elif setting.figures is not None:
         rows.append(("time expected by the figures",))
         rows += [
             row(name, lambda plan, name=name: _expected_text(plan["expected"][name]))
@@ -511,18 +537,42 @@ def _print_report(setting: Setting, document: dict[str, Any]) -> None:
     if setting.figures is None:
         notes.append(("no figures", setting.why_no_figures))
     else:
-        source = "the package" if document["figures"]["source"] == str(DEFAULT) else setting.figures.source
-        ranks = f"{setting.figures.ranks} rank{'s' if setting.figures.ranks > 1 else ''}"
-        notes.append(
-            (
-                "figures",
-                f"of {source}: {setting.figures.transport} with {ranks} on {setting.figures.device}, a "
-                "fixed part and a multiple of the floor for each call (where it was measured in one size "
-                "only, the fixed part of a call like it). A layer: prepare, dispatch, combine; "
-                "training: dispatch with columnwise parts, and both backwards",
-            )
-        )
+        notes.append(("figures", _figures_note(setting.figures, cluster)))
     print("\n".join(pairs(notes)))
+
+
+def _figures_note(figures: Figures, cluster: Cluster) -> str:
+    """Where times come from, and how far they go."""
+    source = "the package" if figures.source == str(default_figures(cluster.ranks)) else figures.source
+    ranks = f"{figures.ranks} rank{'s' if figures.ranks > 1 else ''}"
+    note = f"of {source}: {figures.transport} with {ranks} on {figures.device}. "
+    step = figures.step(cluster.tokens)
+    if step is not None:
+        shape = step.shape
+        return note + (
+            f"Measured was a step of {shape.tokens} tokens a rank, H = {shape.hidden}, top {shape.top_k} of "
+            f"{shape.experts} experts, alignment {shape.alignment}, sums in BF16, as one CUDA graph. Most of "
+            "the time of so few tokens goes to launches and meetings, which follow no floor: other shapes "
+            "have no expected time"
+        )
+    if figures.tokens is not None:
+        least, most = figures.tokens
+        note += (
+            f"Calls were measured with {least} to {most} tokens a rank"
+            + ("" if least <= cluster.tokens <= most else f" ({cluster.tokens} are extrapolated)")
+            + ": a fixed part and a multiple of the floor for each call (where it was measured in one size "
+            "only, the fixed part of a call like it). "
+        )
+    if figures.prepare:
+        least, most = min(figures.prepare), max(figures.prepare)
+        note += (
+            f"prepare lies between the nearest of {least} to {most} tokens"
+            + ("" if least <= cluster.tokens <= most else ", beyond them the nearest")
+            + ". "
+        )
+    return note + (
+        "A layer: prepare, dispatch, combine; training: dispatch with columnwise parts, and both backwards"
+    )
 
 
 def _size_or_none(nbytes: int | None) -> str:
