@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import nvte_ep
 import pytest
-from nvte_ep.commands import _figures, main
+from nvte_ep.commands import _figures, main, plan
 from nvte_ep.commands.bench_ep_data import Data, Operation, Shape, floor
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "h200"
@@ -213,3 +214,50 @@ def test_figures_of_the_wrong_kind_are_refused(
     file = str(_figures.DATA / name)
     text = error(capsys, "--ranks", str(ranks), "--figures", file)
     assert f"--figures: {file} {told}: memory bounds the times of one rank" in text
+
+
+# ---- memory of a group -----------------------------------------------------------------------------------
+
+
+def test_memory_of_a_group_is_unknown_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another transport's would stand beside times of peer."""
+    monkeypatch.setattr(plan, "cuda_reason", lambda: "no driver")
+    assert document(capsys, "--ranks", "2")["group_memory"] is None
+    assert "library memory of a group: unknown here: needs a GPU floors" in words(capsys, "--ranks", "2")
+
+
+def test_memory_of_a_group_is_that_of_peer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def memory(comm: nvte_ep.Communicator, **settings: Any) -> nvte_ep.MemoryInfo:
+        asked.append(settings)
+        return nvte_ep.MemoryInfo(group_bytes=10**6, exchange_bytes=10**5, handle_bytes=2 * 10**6)
+
+    monkeypatch.setattr(plan, "cuda_reason", lambda: None)
+    monkeypatch.setattr(plan.Group, "memory", memory)
+    answer = document(capsys, "--ranks", "2", "--tokens", "1000")
+    assert answer["group_memory"]["handle_bytes"] == 2 * 10**6
+    assert asked == [
+        {
+            "transport": "peer",
+            "device": "cuda:0",
+            "num_experts": 256,
+            "hidden": 7168,
+            "max_tokens_per_rank": 1000,
+            "max_top_k": 8,
+            "recv_capacity": answer["routing"]["recv_capacity"],
+        }
+    ]
+    text = words(capsys, "--ranks", "2")
+    assert "group 1 MB, each handle 2 MB (nvte_ep_group_memory of transport peer)" in text
+
+    def refuses(*arguments: Any, **options: Any) -> nvte_ep.MemoryInfo:
+        raise nvte_ep.UnsupportedError(nvte_ep.Status.UNSUPPORTED, "too many")
+
+    monkeypatch.setattr(plan.Group, "memory", refuses)
+    assert document(capsys)["group_memory"] == {"transport": "peer", "error": "too many"}
+    assert "cannot be told here: too many" in words(capsys)

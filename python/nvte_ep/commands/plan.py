@@ -16,6 +16,7 @@ from nvte_ep.commands._figures import Figures, Step, default_figures, load
 from nvte_ep.commands._report import UsageError, pairs, print_json, size, table
 from nvte_ep.commands.bench_ep_data import sum_bytes
 from nvte_ep.commands.bench_ep_rank import TRANSPORTS
+from nvte_ep.commands.bench_machine import cuda_reason
 from nvte_ep.communicator import Communicator, unique_id
 from nvte_ep.errors import NvteEpError
 from nvte_ep.formats import format_info, row_bytes
@@ -338,31 +339,29 @@ def _expected(
     }
 
 
-def _group_memory(setting: Setting, capacity: int) -> dict[str, Any]:
-    """What the library says a group of these settings would hold: of `peer` where there is a GPU to ask for,
-    else of `threads`, which has no pool; "error" where it cannot say."""
+def _group_memory(setting: Setting, capacity: int) -> dict[str, Any] | None:
+    """What the library says a group of transport peer would hold; "error" where it refuses such a group.
+    None: there is no GPU here, and it asks one."""
+    if cuda_reason() is not None:
+        return None
     cluster = setting.cluster
     comm = Communicator("threads", cluster.ranks, 0, unique_id("threads"))
-    answer: dict[str, Any] = {}
     try:
-        for transport, device in (("peer", "cuda:0"), ("threads", "cpu")):
-            try:
-                memory = Group.memory(
-                    comm,
-                    transport=transport,
-                    device=device,
-                    num_experts=cluster.experts,
-                    hidden=setting.hidden,
-                    max_tokens_per_rank=cluster.tokens,
-                    max_top_k=cluster.top_k,
-                    recv_capacity=capacity,
-                )
-                return {"transport": transport} | asdict(memory)
-            except NvteEpError as error:
-                answer = {"transport": transport, "error": str(error)}
+        memory = Group.memory(
+            comm,
+            transport="peer",
+            device="cuda:0",
+            num_experts=cluster.experts,
+            hidden=setting.hidden,
+            max_tokens_per_rank=cluster.tokens,
+            max_top_k=cluster.top_k,
+            recv_capacity=capacity,
+        )
+        return {"transport": "peer"} | asdict(memory)
+    except NvteEpError as error:
+        return {"transport": "peer", "error": str(error)}
     finally:
         comm.close()
-    return answer
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -517,13 +516,14 @@ def _print_report(setting: Setting, document: dict[str, Any]) -> None:
                     )
                 )
     print("\n" + "\n".join(table(rows)) + "\n")
-    if "error" in memory:
-        held = f"cannot be told here: {memory['error']}"
+    if memory is None:
+        held = "memory of a group: unknown here: needs a GPU"
+    elif "error" in memory:
+        held = f"memory of a group cannot be told here: {memory['error']}"
     else:
         held = (
             f"group {size(memory['group_bytes'])}, each handle {size(memory['handle_bytes'])} "
-            f"(nvte_ep_group_memory of transport {memory['transport']}"
-            + (")" if memory["transport"] == "peer" else ": no GPU here to ask for peer's pool)")
+            "(nvte_ep_group_memory of transport peer)"
         )
     notes = [
         ("library", held),
