@@ -216,6 +216,17 @@ def test_figures_of_the_wrong_kind_are_refused(
     assert f"--figures: {file} {told}: memory bounds the times of one rank" in text
 
 
+def test_what_the_times_of_a_format_include(capsys: pytest.CaptureFixture[str]) -> None:
+    """In training bf16 looks faster than nvfp4: what the experts need is made elsewhere."""
+    arguments = [*LAYER, "--ranks", "2", "--formats", "nvfp4,bf16"]
+    plans = formats(document(capsys, *arguments))
+    times = {name: entry["expected"]["training layer"] for name, entry in plans.items()}
+    assert times["nvfp4"] > times["bf16"]
+    text = words(capsys, *arguments)
+    assert "nvfp4 include making the operands of the expert GEMM (in training the columns too)" in text
+    assert "those of bf16 no quantising for it" in text
+
+
 # ---- memory of a group -----------------------------------------------------------------------------------
 
 

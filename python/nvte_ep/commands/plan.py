@@ -571,7 +571,9 @@ def _figures_note(figures: Figures, cluster: Cluster) -> str:
             + ". "
         )
     return note + (
-        "A layer: prepare, dispatch, combine; training: dispatch with columnwise parts, and both backwards"
+        "A layer: prepare, dispatch, combine; training: dispatch with columnwise parts, and both backwards. "
+        "Times of mxfp8 and nvfp4 include making the operands of the expert GEMM (in training the columns "
+        "too), those of bf16 no quantising for it"
     )
 
 
