@@ -272,3 +272,28 @@ def test_memory_of_a_group_is_that_of_peer(
     monkeypatch.setattr(plan.Group, "memory", refuses)
     assert document(capsys)["group_memory"] == {"transport": "peer", "error": "too many"}
     assert "cannot be told here: too many" in words(capsys)
+
+
+# ---- transports ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["nccl", "nccl_ep"])
+def test_a_transport_without_figures_names_its_option(
+    transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert error(capsys, "--transport", transport) == (
+        f"nvte-ep plan: error: --transport: the package has none of the transport {transport}: give "
+        "--figures that have some, or --no-figures\n"
+    )
+    assert document(capsys, "--transport", transport, "--no-figures")["figures"] is None
+
+
+@pytest.mark.parametrize("transport", ["nccl", "nccl_ep"])
+def test_sums_that_a_transport_does_not_carry_are_refused(
+    transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--combine", "mxfp8", "--no-figures", "--transport"]
+    text = error(capsys, *arguments, transport)
+    assert f"--combine: transport {transport} carries no sums in mxfp8, only in bf16" in text
+    for other in ("peer", "threads"):
+        assert document(capsys, *arguments, other)["layer"]["combine"] == "mxfp8"

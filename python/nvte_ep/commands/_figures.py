@@ -173,7 +173,11 @@ def _read(document: dict[str, Any], source: str, transport: str) -> Figures:
         if step:
             steps.append(Step(Shape(**{name: int(shape[name]) for name in SHAPE}), step))
     if not (points or prepare or steps):
-        raise UsageError(f"--figures: {source} has none of the transport {transport}")
+        where = "the package" if Path(source).parent == DATA else source
+        raise UsageError(
+            f"--transport: {where} has none of the transport {transport}: give --figures that have some, or "
+            "--no-figures"
+        )
     return Figures(
         source=source,
         device=str(document["device"]["name"]),

@@ -162,6 +162,9 @@ def _setting(arguments: argparse.Namespace) -> Setting:
         raise UsageError(f"--top-k: at most {experts}, the number of experts, got {top_k}")
     if arguments.alignment & (arguments.alignment - 1):
         raise UsageError(f"--alignment: a power of two, got {arguments.alignment}")
+    transports = (*TRANSPORTS, "threads")
+    if arguments.transport not in transports:
+        raise UsageError(f"--transport: expected {', '.join(transports)}, got {arguments.transport}")
     known = format_info()
     formats = list(known) if arguments.formats is None else [f.strip() for f in arguments.formats.split(",")]
     sums = [name for name, info in known.items() if info.token_scale_bytes == 0]  # what can carry them
@@ -172,6 +175,8 @@ def _setting(arguments: argparse.Namespace) -> Setting:
             multiple = max(known[name].hidden_multiple, known[name].operand_multiple)
             if hidden % multiple:
                 raise UsageError(f"--hidden: {name} needs a multiple of {multiple}, got {hidden}")
+    if arguments.transport in NO_MXFP8_SUMS and arguments.combine == "mxfp8":
+        raise UsageError(f"--combine: transport {arguments.transport} carries no sums in mxfp8, only in bf16")
     cluster = Cluster(arguments.tokens, top_k, experts, ranks, min(domain, ranks), arguments.alignment)
     return Setting(
         arguments.model,
@@ -190,13 +195,11 @@ def _setting(arguments: argparse.Namespace) -> Setting:
 
 # The most ranks, and tokens of a rank, as creation of a group has them (peer_kernels.h, nccl_ep_api.h).
 LIMITS = {"peer": (511, None), "nccl_ep": (64, 8192)}
+NO_MXFP8_SUMS = ("nccl_ep", "nccl")
 
 
 def _figures(arguments: argparse.Namespace, cluster: Cluster) -> tuple[Figures | None, str]:
     """And why there are none."""
-    known = (*TRANSPORTS, "threads")
-    if arguments.transport not in known:
-        raise UsageError(f"--transport: expected {', '.join(known)}, got {arguments.transport}")
     default = default_figures(cluster.ranks)
     if arguments.no_figures or (arguments.figures is None and not default.is_file()):
         return None, "give --figures (and --transport) for expected times"
