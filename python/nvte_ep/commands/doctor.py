@@ -45,11 +45,11 @@ PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
     "cupy": (("cupy", "cupy-cuda12x", "cupy-cuda13x"), ""),
     "cuda-bindings": (
         ("cuda-bindings",),
-        "device arrays that this package makes itself need it: pip install 'nvte-ep[cu13]'",
+        "device arrays that this package makes itself need it: pip install 'cuda-python~=13.0' (or ~=12.0)",
     ),
     "cuda-pathfinder": (
         ("cuda-pathfinder",),
-        "finds the NCCL of the wheels that frameworks use: pip install 'nvte-ep[cu13]'",
+        "finds the NCCL of the wheels that frameworks use: pip install cuda-pathfinder",
     ),
     "transformer-engine": (("transformer-engine", "transformer_engine"), ""),
 }
@@ -274,7 +274,10 @@ def examine_nccl(answer: dict[str, Any]) -> list[Finding]:
         found.append(Finding("NCCL loaded", OK, loaded))
     wheels = [here for here in (installed(name) for name in NCCL_WHEELS) if here is not None]
     if "error" in answer:
-        remedy = "only for several processes on GPUs: pip install 'nvte-ep[cu13]' (or cu12, as the driver is)"
+        remedy = (
+            "only for several processes on GPUs: pip install nvidia-nccl-cu13 (or nvidia-nccl-cu12, as the "
+            "driver is; never both)"
+        )
         if wheels:
             remedy = f"{wheels[0][0]} is installed but not found from here: pip install cuda-pathfinder"
         found.append(Finding("NCCL", ABSENT, answer["error"], remedy))
