@@ -693,6 +693,7 @@ def test_one_shape_takes_the_fixed_part_of_a_call_like_it() -> None:
             "sums": "combine bf16",
         }
         return {
+            "tokens": 4096,
             "operations": [
                 {
                     "operation": names[name],
@@ -700,7 +701,7 @@ def test_one_shape_takes_the_fixed_part_of_a_call_like_it() -> None:
                     "figures": {"peer": {"microseconds": {"median": time[1]}}},
                 }
                 for name, time in times.items()
-            ]
+            ],
         }
 
     document = {
@@ -727,11 +728,14 @@ def test_plan_by_figures(
         for entry in shape["operations"]:
             for figure in entry["figures"].values():
                 figure["microseconds"]["median"] = 7 + 3 * entry["floor_microseconds"]
-    prepare = np.mean([shape["operations"][0]["figures"]["threads"]["microseconds"]["median"]
-                       for shape in document["shapes"]])  # fmt: skip
+    (prepare,) = (
+        shape["operations"][0]["figures"]["threads"]["microseconds"]["median"]
+        for shape in document["shapes"]
+        if shape["tokens"] == 40  # the nearest to 4096
+    )
     file = tmp_path / "other.json"
     file.write_text(json.dumps(_figures.reduced(document, "threads")))
-    arguments = ["plan", "--figures", str(file), "--transport", "threads", "--ranks", "4", "--json"]
+    arguments = ["plan", "--figures", str(file), "--transport", "threads", "--ranks", "1", "--json"]
     assert main(arguments) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["figures"]["transport"] == "threads"

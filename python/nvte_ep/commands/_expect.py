@@ -42,6 +42,11 @@ class Cluster:
         return self.tokens * (self.ranks - min(self.domain, self.ranks)) * self.hit
 
     @property
+    def rows(self) -> int:
+        """Slots of a rank that hold tokens."""
+        return self.tokens * self.top_k
+
+    @property
     def slots(self) -> float:
         """Slots of a rank, padding included."""
         return self.local_experts * self._padded_tokens_per_expert()

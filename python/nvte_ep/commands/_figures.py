@@ -3,8 +3,11 @@ floor.
 
 Both come from the shapes that were measured, by least squares of the relative error. What was measured in
 one shape only takes the fixed part of a call that does the same with other bytes and was measured in more;
-where there is none, it has no fixed part. One rank on a GPU is bound by memory, more ranks by the link:
-figures of the same kind as the plan are worth more than others.
+where there is none, it has no fixed part. One rank on a GPU is bound by memory, more ranks by the link: a
+plan goes by figures of its own kind only.
+
+Two things follow no floor. `prepare` lies between what was measured with the nearest numbers of tokens. A
+step of a small batch is given as it was measured.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from typing import Any
 import numpy as np
 
 from nvte_ep.commands._report import UsageError
+from nvte_ep.commands.bench_ep_data import Shape
 
-DEFAULT = Path(__file__).resolve().parents[1] / "data" / "ep_h200.json"
+DATA = Path(__file__).resolve().parents[1] / "data"
 SCHEMA = 1
+SHAPE = ("tokens", "hidden", "top_k", "experts", "alignment")
 
 
 @dataclass(frozen=True)
@@ -49,21 +54,50 @@ def fit(points: Sequence[tuple[float, float]]) -> Rule:
 
 
 @dataclass(frozen=True)
+class Step:
+    """A whole step of a small batch, one replay of a graph, as it was measured."""
+
+    shape: Shape
+    microseconds: dict[str, float]  # by what it does: "nvfp4 dispatch + combine"
+
+
+@dataclass(frozen=True)
 class Figures:
     source: str
     device: str
     ranks: int
     transport: str
-    rules: dict[str, Rule]  # by the name of the operation
+    rules: dict[str, Rule]  # by the name of the call
+    tokens: tuple[int, int] | None  # of a rank: least and most of what the rules come from
+    prepare: dict[int, float]  # microseconds by the tokens of a rank
+    steps: list[Step]  # by their tokens
 
     def microseconds(self, operation: str, floor: float) -> float | None:
         """None: it was not measured."""
         rule = self.rules.get(operation)
         return None if rule is None else rule.microseconds(floor)
 
+    def prepare_microseconds(self, tokens: int) -> float | None:
+        """Between the nearest numbers of tokens measured; beyond them, the nearest."""
+        if not self.prepare:
+            return None
+        known = sorted(self.prepare)
+        return float(np.interp(tokens, known, [self.prepare[number] for number in known]))
 
-def load(path: Path, transport: str) -> Figures:
-    """What `bench ep --json` wrote, or a part of it."""
+    def step(self, tokens: int) -> Step | None:
+        """The least step with as many tokens; None where the calls themselves were measured with so few."""
+        if self.tokens is not None and tokens >= self.tokens[0]:
+            return None
+        return next((step for step in self.steps if step.shape.tokens >= tokens), None)
+
+
+def default_figures(ranks: int) -> Path:
+    """Those that come with the package."""
+    return DATA / ("ep_h200_1gpu.json" if ranks == 1 else "ep_h200.json")
+
+
+def load(path: Path, transport: str, ranks: int) -> Figures:
+    """What `bench ep --json` wrote, or a part of it, for a plan of so many ranks."""
     try:
         document = json.loads(path.read_text())
     except OSError as error:
@@ -77,17 +111,18 @@ def load(path: Path, transport: str) -> Figures:
     ):
         raise UsageError(f"--figures: {path} is no JSON of nvte-ep bench ep (schema {SCHEMA})")
     try:
-        return _read(document, str(path), transport)
+        figures = _read(document, str(path), transport)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(
             f"--figures: {path} is not as bench ep writes it: {type(error).__name__} {error}"
         ) from error
-
-
-def _rule(operation: str, points: list[tuple[float, float]]) -> Rule:
-    if operation == "prepare":  # launches and meetings; its bytes are few
-        return Rule(float(np.mean([time for _, time in points])), 0.0, len(points))
-    return fit(points)
+    if (figures.ranks == 1) != (ranks == 1):
+        of, wanted = ("one rank", "several") if figures.ranks == 1 else ("several ranks", "one")
+        raise UsageError(
+            f"--figures: {path} is of {of}, the plan is of {wanted}: memory bounds the times of one rank, "
+            "the link those of several"
+        )
+    return figures
 
 
 def _kind(operation: str) -> str:
@@ -110,7 +145,7 @@ def _with_fixed_parts(
     for operation, rule in rules.items():
         floor, time = points[operation][0]
         like = kin.get(_kind(operation))
-        if rule.shapes == 1 and operation != "prepare" and like is not None and like.overhead < time:
+        if rule.shapes == 1 and like is not None and like.overhead < time:
             rule = Rule(like.overhead, (time - like.overhead) / floor, 1)
         completed[operation] = rule
     return completed
@@ -118,22 +153,40 @@ def _with_fixed_parts(
 
 def _read(document: dict[str, Any], source: str, transport: str) -> Figures:
     points: dict[str, list[tuple[float, float]]] = {}
+    tokens: set[int] = set()
+    prepare: dict[int, list[float]] = {}
+    steps = []
     for shape in document["shapes"]:
+        step: dict[str, float] = {}
         for entry in shape["operations"]:
-            figure = entry["figures"].get(transport)
-            if figure is not None:
-                found = float(entry["floor_microseconds"]), float(figure["microseconds"]["median"])
-                points.setdefault(entry["operation"], []).append(found)
-    if not points:
-        raise UsageError(f"--figures: {source} has none of the transport {transport}")
+            if transport not in entry["figures"]:
+                continue
+            name = str(entry["operation"])
+            time = float(entry["figures"][transport]["microseconds"]["median"])
+            if name == "prepare":  # launches and meetings; its bytes are few
+                prepare.setdefault(int(shape["tokens"]), []).append(time)
+            elif name.startswith("step "):
+                step[name.removeprefix("step ")] = time
+            else:
+                points.setdefault(name, []).append((float(entry["floor_microseconds"]), time))
+                tokens.add(int(shape["tokens"]))
+        if step:
+            steps.append(Step(Shape(**{name: int(shape[name]) for name in SHAPE}), step))
+    if not (points or prepare or steps):
+        where = "the package" if Path(source).parent == DATA else source
+        raise UsageError(
+            f"--transport: {where} has none of the transport {transport}: give --figures that have some, or "
+            "--no-figures"
+        )
     return Figures(
         source=source,
         device=str(document["device"]["name"]),
         ranks=int(document["ranks"]["number"]),
         transport=transport,
-        rules=_with_fixed_parts(
-            {operation: _rule(operation, found) for operation, found in points.items()}, points
-        ),
+        rules=_with_fixed_parts({operation: fit(found) for operation, found in points.items()}, points),
+        tokens=(min(tokens), max(tokens)) if tokens else None,
+        prepare={number: float(np.mean(times)) for number, times in prepare.items()},
+        steps=sorted(steps, key=lambda step: step.shape.tokens),
     )
 
 
@@ -147,10 +200,7 @@ def reduced(document: dict[str, Any], transport: str) -> dict[str, Any]:
         "ranks": document["ranks"],
         "shapes": [
             {
-                **{
-                    name: shape[name]
-                    for name in ("tokens", "hidden", "top_k", "experts", "alignment", "slots")
-                },
+                **{name: shape[name] for name in (*SHAPE, "slots")},
                 "operations": [
                     {
                         "operation": entry["operation"],
@@ -170,3 +220,15 @@ def reduced(document: dict[str, Any], transport: str) -> dict[str, Any]:
             for shape in document["shapes"]
         ],
     }
+
+
+def merged(documents: Sequence[dict[str, Any]], transport: str) -> dict[str, Any]:
+    """Of runs of bench ep on one machine what load() reads; where two measured the same, the first one's. So
+    the figures of the package are made: data/README.md."""
+    parts = [reduced(document, transport) for document in documents]
+    shapes: dict[tuple[int, ...], dict[str, Any]] = {}
+    for shape in (shape for part in parts for shape in part["shapes"]):
+        known = shapes.setdefault(tuple(shape[name] for name in SHAPE), shape)
+        names = [entry["operation"] for entry in known["operations"]]
+        known["operations"] += [entry for entry in shape["operations"] if entry["operation"] not in names]
+    return parts[0] | {"shapes": list(shapes.values())}

@@ -319,15 +319,21 @@ class Floor:
         return max(self.memory_bytes / memory_gbps, self.link_bytes / link_gbps) / 1e3
 
 
+def sum_bytes(hidden: int, tokens: int, rows: int) -> int:
+    """Of memory for a combine or a dispatch backward: the BF16 rows of the slots read, the sums of the tokens
+    written. Padding belongs to no token: it is not read."""
+    return 2 * hidden * (rows + tokens)
+
+
 def floor(data: Data, operation: Operation, rank: int) -> Floor:
-    """Every input read once, every output written once, padding included; one row a (token, rank) pair over
-    the link."""
+    """Every input read once, every output written once; one row a (token, rank) pair over the link. Padding
+    is written, not read."""
     shape, routed = data.shape, data.routed(rank)
     hidden = shape.hidden
     crossing = routed.rows_from_peers(rank)
     width = row_bytes(operation.wire, hidden)
     tokens, kept = shape.tokens, int(routed.kept.sum())
-    summed = 2 * hidden * (kept + tokens)
+    summed = sum_bytes(hidden, tokens, kept)
     if operation.verb == "prepare":
         index_bytes = 8 * shape.tokens * shape.top_k
         return Floor(index_bytes + 8 * routed.slots, index_bytes * (data.ranks - 1))

@@ -45,11 +45,11 @@ PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
     "cupy": (("cupy", "cupy-cuda12x", "cupy-cuda13x"), ""),
     "cuda-bindings": (
         ("cuda-bindings",),
-        "device arrays that this package makes itself need it: pip install 'nvte-ep[cu13]'",
+        "device arrays that this package makes itself need it: pip install 'cuda-python~=13.0' (or ~=12.0)",
     ),
     "cuda-pathfinder": (
         ("cuda-pathfinder",),
-        "finds the NCCL of the wheels that frameworks use: pip install 'nvte-ep[cu13]'",
+        "finds the NCCL of the wheels that frameworks use: pip install cuda-pathfinder",
     ),
     "transformer-engine": (("transformer-engine", "transformer_engine"), ""),
 }
@@ -77,12 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let NCCL EP compile its kernels for T tokens a rank, hidden H, top_k K and E experts now; "
         "a fifth number is the alignment (128); may be given several times",
     )
-    parser.add_argument(
-        "--ranks", type=int, default=1, metavar="N", help="of --warm: 1 or as many as you run"
-    )
-    parser.add_argument(
-        "--formats", default="nvfp4", metavar="LIST", help="of --warm: what travels, e.g. bf16,nvfp4"
-    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="of --warm: 1 or as many as you run (1)")
+    parser.add_argument("--formats", metavar="LIST", help="of --warm: what travels, e.g. bf16,nvfp4 (nvfp4)")
 
 
 # ---- the library ---------------------------------------------------------------------------------
@@ -274,7 +270,10 @@ def examine_nccl(answer: dict[str, Any]) -> list[Finding]:
         found.append(Finding("NCCL loaded", OK, loaded))
     wheels = [here for here in (installed(name) for name in NCCL_WHEELS) if here is not None]
     if "error" in answer:
-        remedy = "only for several processes on GPUs: pip install 'nvte-ep[cu13]' (or cu12, as the driver is)"
+        remedy = (
+            "only for several processes on GPUs: pip install nvidia-nccl-cu13 (or nvidia-nccl-cu12, as the "
+            "driver is; never both)"
+        )
         if wheels:
             remedy = f"{wheels[0][0]} is installed but not found from here: pip install cuda-pathfinder"
         found.append(Finding("NCCL", ABSENT, answer["error"], remedy))
@@ -324,25 +323,34 @@ def examine_nccl_ep() -> list[Finding]:
     return [*found, Finding("NCCL EP kernels", OK, f"{kernels} compiled, in {folder}", remedy)]
 
 
+def check_options(arguments: argparse.Namespace) -> None:
+    """Options of --warm: refused without it too, lest they be passed over."""
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise UsageError(f"--ranks: expected 1 or more (of --warm), got {arguments.ranks}")
+    if arguments.formats is not None:
+        known = nvte_ep.format_info()
+        for name in arguments.formats.split(","):
+            if name not in known:
+                raise UsageError(f"--formats: expected some of {', '.join(known)} (of --warm), got {name!r}")
+    if not arguments.warm:
+        for option in ("ranks", "formats"):
+            if getattr(arguments, option) is not None:
+                raise UsageError(f"--{option}: only together with --warm")
+
+
 def warm_up(arguments: argparse.Namespace) -> list[Finding]:
     """NCCL EP's kernels for the shapes of --warm."""
-    if arguments.ranks < 1:
-        raise UsageError(f"--ranks: expected 1 or more, got {arguments.ranks}")
-    formats = tuple(arguments.formats.split(","))
-    unknown = [name for name in formats if name not in nvte_ep.format_info()]
-    if unknown:
-        raise UsageError(
-            f"--formats: expected some of {', '.join(nvte_ep.format_info())}, got {unknown[0]!r}"
-        )
+    ranks = 1 if arguments.ranks is None else arguments.ranks
+    formats = tuple((arguments.formats or "nvfp4").split(","))
     shapes = {text: _warm.Wanted.parse(text, formats) for text in arguments.warm}
     reason = cuda_reason()
     if reason is not None:
         raise UsageError(f"--warm: needs a GPU: {reason}")
     found = []
     for text, wanted in shapes.items():
-        code, seconds = _warm.warm(wanted, arguments.ranks)
+        code, seconds = _warm.warm(wanted, ranks)
         kernels = _warm.count_kernels(_warm.cache_folder())
-        detail = f"{arguments.ranks} ranks, {seconds:.0f} s, {kernels} kernels in {_warm.cache_folder()}"
+        detail = f"{ranks} ranks, {seconds:.0f} s, {kernels} kernels in {_warm.cache_folder()}"
         if code == 0:
             found.append(Finding(f"warm {text}", OK, detail))
         else:
@@ -447,6 +455,7 @@ def examine() -> dict[str, list[Finding]]:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    check_options(arguments)
     if arguments.warm:
         sections = {"warm-up": warm_up(arguments)}
         return report(sections, all(f.state == OK for f in sections["warm-up"]), arguments)

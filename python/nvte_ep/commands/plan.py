@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from nvte_ep.commands._expect import Cluster
-from nvte_ep.commands._figures import DEFAULT, Figures, load
+from nvte_ep.commands._figures import Figures, Step, default_figures, load
 from nvte_ep.commands._report import UsageError, pairs, print_json, size, table
+from nvte_ep.commands.bench_ep_data import sum_bytes
 from nvte_ep.commands.bench_ep_rank import TRANSPORTS
+from nvte_ep.commands.bench_machine import cuda_reason
 from nvte_ep.communicator import Communicator, unique_id
 from nvte_ep.errors import NvteEpError
 from nvte_ep.formats import format_info, row_bytes
@@ -80,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--figures",
         type=Path,
         metavar="FILE",
-        help="JSON of nvte-ep bench ep to go by (those of two H200 that come with the package)",
+        help="JSON of nvte-ep bench ep to go by (those of one and of two H200 that come with the package)",
     )
     figures.add_argument("--no-figures", action="store_true", help="floors only")
     figures.add_argument(
@@ -160,6 +162,9 @@ def _setting(arguments: argparse.Namespace) -> Setting:
         raise UsageError(f"--top-k: at most {experts}, the number of experts, got {top_k}")
     if arguments.alignment & (arguments.alignment - 1):
         raise UsageError(f"--alignment: a power of two, got {arguments.alignment}")
+    transports = (*TRANSPORTS, "threads")
+    if arguments.transport not in transports:
+        raise UsageError(f"--transport: expected {', '.join(transports)}, got {arguments.transport}")
     known = format_info()
     formats = list(known) if arguments.formats is None else [f.strip() for f in arguments.formats.split(",")]
     sums = [name for name, info in known.items() if info.token_scale_bytes == 0]  # what can carry them
@@ -170,6 +175,8 @@ def _setting(arguments: argparse.Namespace) -> Setting:
             multiple = max(known[name].hidden_multiple, known[name].operand_multiple)
             if hidden % multiple:
                 raise UsageError(f"--hidden: {name} needs a multiple of {multiple}, got {hidden}")
+    if arguments.transport in NO_MXFP8_SUMS and arguments.combine == "mxfp8":
+        raise UsageError(f"--combine: transport {arguments.transport} carries no sums in mxfp8, only in bf16")
     cluster = Cluster(arguments.tokens, top_k, experts, ranks, min(domain, ranks), arguments.alignment)
     return Setting(
         arguments.model,
@@ -188,16 +195,15 @@ def _setting(arguments: argparse.Namespace) -> Setting:
 
 # The most ranks, and tokens of a rank, as creation of a group has them (peer_kernels.h, nccl_ep_api.h).
 LIMITS = {"peer": (511, None), "nccl_ep": (64, 8192)}
+NO_MXFP8_SUMS = ("nccl_ep", "nccl")
 
 
 def _figures(arguments: argparse.Namespace, cluster: Cluster) -> tuple[Figures | None, str]:
     """And why there are none."""
-    known = (*TRANSPORTS, "threads")
-    if arguments.transport not in known:
-        raise UsageError(f"--transport: expected {', '.join(known)}, got {arguments.transport}")
-    if arguments.no_figures or (arguments.figures is None and not DEFAULT.is_file()):
+    default = default_figures(cluster.ranks)
+    if arguments.no_figures or (arguments.figures is None and not default.is_file()):
         return None, "give --figures (and --transport) for expected times"
-    figures = load(arguments.figures or DEFAULT, arguments.transport)
+    figures = load(arguments.figures or default, arguments.transport, cluster.ranks)
     most_ranks, most_tokens = LIMITS.get(arguments.transport, (None, None))
     if most_ranks is not None and cluster.ranks > most_ranks:
         return None, f"transport {arguments.transport} takes at most {most_ranks} ranks"
@@ -242,6 +248,7 @@ class FormatPlan:
     layer_microseconds: float  # forward: dispatch and combine
     training_layer_microseconds: float  # and backward: the same again
     expected: dict[str, float | None]  # microseconds by the figures; None: they lack something
+    step: dict[str, float | None]  # microseconds of a measured step, in place of expected ones
 
 
 def _has_columns(setting: Setting, name: str) -> bool:
@@ -253,11 +260,9 @@ def _plan_format(setting: Setting, name: str, capacity: int) -> FormatPlan:
     cluster, hidden = setting.cluster, setting.hidden
     width = row_bytes(name, hidden)
     combine_width = row_bytes(setting.combine, hidden)
-    bf16_tokens = 2 * hidden * cluster.tokens
-    bf16_slots = 2 * hidden * cluster.slots
-    # The fewest bytes of memory: read the tokens, write the slots; and the other way round.
-    dispatch = _exchange(setting, width, bf16_tokens + cluster.slots * width)
-    combine = _exchange(setting, combine_width, bf16_slots + bf16_tokens)
+    # The fewest bytes of memory: read the tokens, write the slots, padding too; the other way round without.
+    dispatch = _exchange(setting, width, 2 * hidden * cluster.tokens + cluster.slots * width)
+    combine = _exchange(setting, combine_width, sum_bytes(hidden, cluster.tokens, cluster.rows))
     rowwise = capacity * width
     training: int | None = rowwise
     if format_info()[name].operand_multiple:
@@ -275,8 +280,24 @@ def _plan_format(setting: Setting, name: str, capacity: int) -> FormatPlan:
         rowwise = operand_bytes(columnwise=False)
         training = operand_bytes(columnwise=True) if _has_columns(setting, name) else None
     forward = dispatch.microseconds + combine.microseconds
-    expected = {} if setting.figures is None else _expected(setting, setting.figures, name, dispatch, combine)
-    return FormatPlan(name, width, dispatch, combine, rowwise, training, forward, 2 * forward, expected)
+    expected: dict[str, float | None] = {}
+    times: dict[str, float | None] = {}
+    step = _step(setting)
+    if step is not None:
+        times = {
+            "prepare, dispatch": step.microseconds.get(f"{name} dispatch"),
+            "prepare, dispatch, combine": step.microseconds.get(f"{name} dispatch + combine"),
+        }
+    elif setting.figures is not None:
+        expected = _expected(setting, setting.figures, name, dispatch, combine)
+    return FormatPlan(
+        name, width, dispatch, combine, rowwise, training, forward, 2 * forward, expected, times
+    )
+
+
+def _step(setting: Setting) -> Step | None:
+    """A measured step to show where the batch is too small for a multiple of the floor."""
+    return None if setting.figures is None else setting.figures.step(setting.cluster.tokens)
 
 
 def _expected(
@@ -293,9 +314,8 @@ def _expected(
         memory = 2 * setting.hidden * cluster.tokens + 2 * cluster.slots * width
         more = _exchange(setting, width, memory)
     rounding = " stochastic" if name == "nvfp4" else ""
-    routing = _exchange(setting, 0, 8 * cluster.tokens * cluster.top_k * cluster.ranks + 8 * cluster.slots)
     calls = {
-        "prepare": figures.microseconds("prepare", routing.microseconds),
+        "prepare": figures.prepare_microseconds(cluster.tokens),
         "dispatch": figures.microseconds(f"dispatch {name} -> {received}", dispatch.microseconds),
         "training dispatch": figures.microseconds(f"dispatch {name} -> {with_columns}", more.microseconds),
         "combine": figures.microseconds(f"combine {setting.combine}", combine.microseconds),
@@ -322,31 +342,29 @@ def _expected(
     }
 
 
-def _group_memory(setting: Setting, capacity: int) -> dict[str, Any]:
-    """What the library says a group of these settings would hold: of `peer` where there is a GPU to ask for,
-    else of `threads`, which has no pool; "error" where it cannot say."""
+def _group_memory(setting: Setting, capacity: int) -> dict[str, Any] | None:
+    """What the library says a group of transport peer would hold; "error" where it refuses such a group.
+    None: there is no GPU here, and it asks one."""
+    if cuda_reason() is not None:
+        return None
     cluster = setting.cluster
     comm = Communicator("threads", cluster.ranks, 0, unique_id("threads"))
-    answer: dict[str, Any] = {}
     try:
-        for transport, device in (("peer", "cuda:0"), ("threads", "cpu")):
-            try:
-                memory = Group.memory(
-                    comm,
-                    transport=transport,
-                    device=device,
-                    num_experts=cluster.experts,
-                    hidden=setting.hidden,
-                    max_tokens_per_rank=cluster.tokens,
-                    max_top_k=cluster.top_k,
-                    recv_capacity=capacity,
-                )
-                return {"transport": transport} | asdict(memory)
-            except NvteEpError as error:
-                answer = {"transport": transport, "error": str(error)}
+        memory = Group.memory(
+            comm,
+            transport="peer",
+            device="cuda:0",
+            num_experts=cluster.experts,
+            hidden=setting.hidden,
+            max_tokens_per_rank=cluster.tokens,
+            max_top_k=cluster.top_k,
+            recv_capacity=capacity,
+        )
+        return {"transport": "peer"} | asdict(memory)
+    except NvteEpError as error:
+        return {"transport": "peer", "error": str(error)}
     finally:
         comm.close()
-    return answer
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -355,6 +373,7 @@ def _group_memory(setting: Setting, capacity: int) -> dict[str, Any]:
 def _document(setting: Setting) -> dict[str, Any]:
     cluster = setting.cluster
     capacity = cluster.capacity(setting.headroom)
+    step = _step(setting)
     return {
         "command": "plan",
         "model": setting.model,
@@ -390,8 +409,11 @@ def _document(setting: Setting) -> dict[str, Any]:
             "device": setting.figures.device,
             "ranks": setting.figures.ranks,
             "transport": setting.figures.transport,
+            "tokens": setting.figures.tokens,
             "rules": {name: asdict(rule) for name, rule in setting.figures.rules.items()},
+            "prepare_microseconds": setting.figures.prepare,
         },
+        "step": None if step is None else asdict(step.shape) | {"microseconds": step.microseconds},
         "group_memory": _group_memory(setting, capacity),
         "formats": [asdict(_plan_format(setting, name, capacity)) for name in setting.formats],
     }
@@ -477,7 +499,12 @@ def _print_report(setting: Setting, document: dict[str, Any]) -> None:
                 lambda plan: _duration(setting.layers * plan["training_layer_microseconds"]),
             )
         )
-    if setting.figures is not None:
+    if document["step"] is not None:
+        rows.append(("time measured of a small step (its shape: see figures)",))
+        rows += [
+            row(name, lambda plan, name=name: _expected_text(plan["step"][name])) for name in plans[0]["step"]
+        ]
+    elif setting.figures is not None:
         rows.append(("time expected by the figures",))
         rows += [
             row(name, lambda plan, name=name: _expected_text(plan["expected"][name]))
@@ -492,13 +519,14 @@ def _print_report(setting: Setting, document: dict[str, Any]) -> None:
                     )
                 )
     print("\n" + "\n".join(table(rows)) + "\n")
-    if "error" in memory:
-        held = f"cannot be told here: {memory['error']}"
+    if memory is None:
+        held = "memory of a group: unknown here: needs a GPU"
+    elif "error" in memory:
+        held = f"memory of a group cannot be told here: {memory['error']}"
     else:
         held = (
             f"group {size(memory['group_bytes'])}, each handle {size(memory['handle_bytes'])} "
-            f"(nvte_ep_group_memory of transport {memory['transport']}"
-            + (")" if memory["transport"] == "peer" else ": no GPU here to ask for peer's pool)")
+            "(nvte_ep_group_memory of transport peer)"
         )
     notes = [
         ("library", held),
@@ -512,18 +540,44 @@ def _print_report(setting: Setting, document: dict[str, Any]) -> None:
     if setting.figures is None:
         notes.append(("no figures", setting.why_no_figures))
     else:
-        source = "the package" if document["figures"]["source"] == str(DEFAULT) else setting.figures.source
-        ranks = f"{setting.figures.ranks} rank{'s' if setting.figures.ranks > 1 else ''}"
-        notes.append(
-            (
-                "figures",
-                f"of {source}: {setting.figures.transport} with {ranks} on {setting.figures.device}, a "
-                "fixed part and a multiple of the floor for each call (where it was measured in one size "
-                "only, the fixed part of a call like it). A layer: prepare, dispatch, combine; "
-                "training: dispatch with columnwise parts, and both backwards",
-            )
-        )
+        notes.append(("figures", _figures_note(setting.figures, cluster)))
     print("\n".join(pairs(notes)))
+
+
+def _figures_note(figures: Figures, cluster: Cluster) -> str:
+    """Where times come from, and how far they go."""
+    source = "the package" if figures.source == str(default_figures(cluster.ranks)) else figures.source
+    ranks = f"{figures.ranks} rank{'s' if figures.ranks > 1 else ''}"
+    note = f"of {source}: {figures.transport} with {ranks} on {figures.device}. "
+    step = figures.step(cluster.tokens)
+    if step is not None:
+        shape = step.shape
+        return note + (
+            f"Measured was a step of {shape.tokens} tokens a rank, H = {shape.hidden}, top {shape.top_k} of "
+            f"{shape.experts} experts, alignment {shape.alignment}, sums in BF16, as one CUDA graph. Most of "
+            "the time of so few tokens goes to launches and meetings, which follow no floor: other shapes "
+            "have no expected time"
+        )
+    if figures.tokens is not None:
+        least, most = figures.tokens
+        note += (
+            f"Calls were measured with {least} to {most} tokens a rank"
+            + ("" if least <= cluster.tokens <= most else f" ({cluster.tokens} are extrapolated)")
+            + ": a fixed part and a multiple of the floor for each call (where it was measured in one size "
+            "only, the fixed part of a call like it). "
+        )
+    if figures.prepare:
+        least, most = min(figures.prepare), max(figures.prepare)
+        note += (
+            f"prepare lies between the nearest of {least} to {most} tokens"
+            + ("" if least <= cluster.tokens <= most else ", beyond them the nearest")
+            + ". "
+        )
+    return note + (
+        "A layer: prepare, dispatch, combine; training: dispatch with columnwise parts, and both backwards. "
+        "Times of mxfp8 and nvfp4 include making the operands of the expert GEMM (in training the columns "
+        "too), those of bf16 no quantising for it"
+    )
 
 
 def _size_or_none(nbytes: int | None) -> str:
