@@ -469,7 +469,7 @@ typedef struct nvte_ep_group_config {
   uint32_t struct_size;
   uint32_t flags;
   int32_t device_type;  /* where the tensors of the group live; 0: CPU on a THREADS communicator, CUDA on NCCL */
-  int32_t device_id;    /* CUDA device; on an NCCL communicator that one's */
+  int32_t device_id;    /* CUDA device; on an NCCL communicator that one's: also where device_type and device_id are 0 */
   int32_t num_experts;  /* of all ranks; a multiple of the number of ranks; expert e lives on rank e / (E / ranks) */
   int32_t max_top_k;    /* largest top_k of a handle; 0 = min(num_experts, 32) */
   int64_t hidden;       /* H, a multiple of 16 */

@@ -154,8 +154,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = importlib.import_module("nvte_ep.library").package_version()
-    elif name == "job":  # a module that the guide names
-        value = importlib.import_module("nvte_ep.job")
+    elif name in ("job", "jax", "torch"):  # modules that the guide names; the last two need their frameworks
+        value = importlib.import_module(f"nvte_ep.{name}")
     elif name in _HOME:
         value = getattr(importlib.import_module(f"nvte_ep.{_HOME[name]}"), name)
     else:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -95,6 +96,15 @@ class Call:
             return self._read_made(name, np.array([convert(self.function, name, value)], dtype=dtype))
         found = self.read(name, value)
         return None if found is None else _at_least_1d(found)
+
+    def read_scale(self, name: str, value: Any, findings: Any) -> View | None:
+        """As read_scalar, a second-level scale. `findings` tells of one that is none; where there is no such
+        array, a number that is none is refused."""
+        if findings is None and isinstance(value, (int, float, np.integer, np.floating)):
+            number = float32(self.function, name, value)
+            if math.frexp(number)[0] != 0.5 or not 2**-116 <= number <= 2**105:
+                raise invalid(self.function, name, "a power of two from 2^-116 to 2^105", str(value))
+        return self.read_scalar(name, value, "float32")
 
     def read_rng_state(self, value: Any) -> View | None:
         """int64 [2] {seed, offset}; on the host a pair of integers will do."""

@@ -10,6 +10,7 @@ every rule.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from nvte_ep import _abi, _lib
@@ -68,7 +69,7 @@ def _options(
         row_id_base=integer(name, "row_id_base", row_id_base),
         rank=integer(name, "rank", rank, 32),
         rng_state=pointer(call.read_rng_state(rng_state)),
-        tensor_scale=pointer(call.read_scalar("tensor_scale", tensor_scale, "float32")),
+        tensor_scale=pointer(call.read_scale("tensor_scale", tensor_scale, findings)),
         row_count=pointer(call.read_scalar("row_count", row_count, "int64")),
         fixed_expert_scale=pointer(call.read("fixed_expert_scale", fixed_expert_scale)),
         findings=pointer(call.write_findings(findings)),
@@ -115,16 +116,21 @@ def _decoded(call: Call, out: Any, shape: tuple[int, int], dtype: Any) -> tuple[
 def _hidden(format: str, call: Call, hidden: Any) -> int:
     number = natural(call.function, "hidden", hidden)
     multiple = lookup(call.function, "format", format).hidden_multiple
-    if number == 0 or number % multiple:
-        raise invalid(call.function, "hidden", f"a positive multiple of {multiple}", str(number))
+    if number == 0 or number % multiple or number > 2**31:
+        raise invalid(
+            call.function, "hidden", f"a positive multiple of {multiple}, at most 2^31", str(number)
+        )
     return number
 
 
 def _unpack(format: str, rows: Any, hidden: int, out: Any, dtype: Any, stream: Any, **options: Any) -> Any:
     call = Call(f"nvte_ep_{format}_unpack", {"rows": rows, "out": out}, stream)
     source = call.need("rows", rows, "[T, row_bytes]", as_bytes=True)
-    count, _ = call.matrix("rows", source)
-    out, tokens = _decoded(call, out, (count, _hidden(format, call, hidden)), dtype)
+    count, width = call.matrix("rows", source)
+    number = _hidden(format, call, hidden)
+    if row_bytes(format, number) > width:  # before memory is asked for
+        raise invalid(call.function, "hidden", f"rows of {row_bytes(format, number)} bytes", f"of {width}")
+    out, tokens = _decoded(call, out, (count, number), dtype)
     call.names = {"tokens": "out"}
     call.run(pointer(source), pointer(tokens), _options(call, **options))
     return out
@@ -138,8 +144,10 @@ def _quantized_shapes(format: str, call: Call, source: View) -> tuple[tuple[int,
 def _out_parts(call: Call, out: Any, count: int) -> tuple[Any, ...]:
     if out is None:
         return (None,) * count
-    if not isinstance(out, (tuple, list)) or len(out) != count:
+    if not isinstance(out, (tuple, list)):
         raise invalid(call.function, "out", f"a tuple of {count}", repr(type(out).__name__))
+    if len(out) != count:
+        raise invalid(call.function, "out", f"a tuple of {count}", f"one of {len(out)}")
     return tuple(out)
 
 
@@ -398,9 +406,21 @@ def _direct_receive(
         raise invalid(call.function, "out", "an Operand", type(out).__name__)
     elif out.hidden != hidden:
         raise invalid(call.function, "out", f"an Operand of hidden {hidden}", f"hidden {out.hidden}")
+    if options.get("findings") is None and isinstance(rows_per_expert, (list, tuple)):
+        _check_counts(call.function, rows_per_expert, out.alignment, slots)
     call.will_write(out.bytes)
     call.run(pointer(source), pointer(counts), out.struct, _options(call, **options))
     return out
+
+
+def _check_counts(function: str, counts: Sequence[int], alignment: int, slots: int) -> None:
+    """Of counts that the host knows, where there is no `findings` to tell that they were clamped."""
+    if any(count < 0 or count % alignment for count in counts):
+        raise invalid(
+            function, "rows_per_expert", f"multiples of the alignment {alignment}", str(list(counts))
+        )
+    if sum(counts) > slots:
+        raise invalid(function, "rows_per_expert", f"{slots} rows in all at most", str(sum(counts)))
 
 
 def nvfp4_direct_receive(
@@ -501,7 +521,7 @@ def scales_unswizzle(
     source = call.need("swizzled", swizzled, "uint8 [n]", as_bytes=True)
     counts = call.read_indices("rows_per_expert", rows_per_expert)
     if out is None:
-        shape = integer(call.function, "rows", rows), integer(call.function, "columns", columns)
+        shape = natural(call.function, "rows", rows), natural(call.function, "columns", columns)
         out = call.new("out", shape, "uint8")
     call.run(pointer(source), pointer(counts), pointer(call.write("out", out, as_bytes=True)))
     return out

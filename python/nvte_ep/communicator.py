@@ -108,7 +108,8 @@ class Communicator:
 
     @classmethod
     def from_nccl(cls, nccl_comm: int, *, device_id: int | None = None) -> Communicator:
-        """Works on a split of the caller's ncclComm_t, which must live longer. Collective."""
+        """Works on a split of the caller's ncclComm_t, whose calls block, and which must live longer.
+        Collective. device_id: the communicator's, for an NCCL that does not tell it."""
         function = "nvte_ep_comm_from_nccl"
         address = integer(function, "nccl_comm", nccl_comm)
         if device_id is not None:
@@ -117,6 +118,8 @@ class Communicator:
         created = ctypes.c_void_p()
         _lib.call(function, address, ctypes.byref(created))
         self = cls.__new__(cls)
+        if device_id is None:
+            device_id = _nccl.device_of(address)
         self._adopt(created, (CUDA_TYPE, _nccl.current_device() if device_id is None else device_id))
         return self
 

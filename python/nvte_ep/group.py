@@ -252,11 +252,20 @@ class Group:
         self._info: GroupInfo | None = None
 
     @staticmethod
-    def memory(comm: Communicator, **config: Any) -> MemoryInfo:
-        """Bytes that a group of these settings would hold. Local; allocates nothing."""
+    def memory(
+        comm: Communicator, *, num_experts: int, hidden: int, max_tokens_per_rank: int, **more: Any
+    ) -> MemoryInfo:
+        """Bytes that a group of these settings, all but `allocator`, would hold. Local; allocates nothing."""
         function = "nvte_ep_group_memory"
         info = _abi.MemoryInfo()
-        settings = _group_config(comm, function, **config)
+        settings = _group_config(
+            comm,
+            function,
+            num_experts=num_experts,
+            hidden=hidden,
+            max_tokens_per_rank=max_tokens_per_rank,
+            **more,
+        )
         _lib.call(function, comm.pointer, ctypes.byref(settings), ctypes.byref(info))
         return MemoryInfo(info.group_bytes, info.handle_bytes, info.exchange_bytes)
 

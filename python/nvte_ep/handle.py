@@ -156,7 +156,10 @@ class Handle:
                 raise _not_prepared(call.function)
             return self._num_tokens
         call.names = {**call.names, output: "num_tokens"}
-        return natural(call.function, "num_tokens", num_tokens)
+        number = natural(call.function, "num_tokens", num_tokens)
+        if self._num_tokens is not None and number != self._num_tokens:
+            raise invalid(call.function, "num_tokens", f"{self._num_tokens}, as in prepare", str(number))
+        return number
 
     def _begin(self, verb: str, arrays: dict[str, Any], stream: Any) -> Call:
         function = "nvte_ep_handle_" + verb
@@ -232,6 +235,8 @@ class Handle:
         eager = self.group.info.recv_capacity == 0
         routing = out
         if routing is None:
+            if dtype_name(index_dtype) not in ("int32", "int64"):
+                raise invalid(call.function, "index_dtype", "int32 or int64", dtype_name(index_dtype))
             call.may_make("out")
             slots = self._most_slots(num_tokens) if eager else self.slots
             routing = self._new_routing(slots, dtype_name(index_dtype))
@@ -437,7 +442,7 @@ class Handle:
         function = call.function
         arguments = _abi.DispatchArgs()  # what is not given stays as it is: null
         if tensor_scale is not None:
-            arguments.tensor_scale = pointer(call.read_scalar("tensor_scale", tensor_scale, "float32"))
+            arguments.tensor_scale = pointer(call.read_scale("tensor_scale", tensor_scale, findings))
         if rng_state is not None:
             arguments.rng_state = pointer(call.read_rng_state(rng_state))
         if fixed_expert_scale is not None:

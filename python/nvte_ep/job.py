@@ -28,7 +28,16 @@ from pathlib import Path
 
 from nvte_ep import _abi
 from nvte_ep.communicator import Communicator, unique_id
-from nvte_ep.errors import BadStateError, PeerTimeoutError, Status, UnsupportedError, invalid
+from nvte_ep.errors import (
+    BadStateError,
+    InvalidArgumentError,
+    NvteEpError,
+    PeerTimeoutError,
+    Status,
+    UnsupportedError,
+    exception,
+    invalid,
+)
 
 FOLDER_VARIABLE = "NVTE_EP_RENDEZVOUS"  # a fresh folder that every rank of the job sees
 UNIQUE_ID_VARIABLE = "NVTE_EP_UNIQUE_ID"  # beside it: the id of its one communicator, in hexadecimal
@@ -173,13 +182,19 @@ class Job:
         return [self._get(exchange, rank) for rank in range(self.size)]
 
     def broadcast(self, make: Callable[[], bytes], root: int = 0) -> bytes:
-        """What `make` gives on one rank."""
+        """What `make` gives on one rank; where it raises there, the others raise the same, or PeerFailedError
+        for what is no NvteEpError."""
         exchange = self._next()
         if self.rank != root:
-            return self._get(exchange, root)
-        value = make()
+            return _value_of(self._get(exchange, root), root)
+        try:
+            value = make()
+        except Exception as error:  # the others need not wait for what does not come
+            if self.size > 1:
+                self._put(exchange, _FAILED + _told(error))
+            raise
         if self.size > 1:
-            self._put(exchange, value)
+            self._put(exchange, _MADE + value)
         return value
 
     def barrier(self) -> None:
@@ -302,8 +317,15 @@ class Job:
         return PeerTimeoutError(
             Status.TIMEOUT,
             f"Job: rank {rank} of {self.size} did not come to exchange {exchange} within {self.timeout:g} s "
-            f"({self._folder}); ranks that a launcher starts through a program between need "
-            f"{FOLDER_VARIABLE}, a folder that all of them see",
+            f"({self._folder})" + self._hint(),
+        )
+
+    def _hint(self) -> str:
+        if not self._owns_folder:
+            return ""
+        return (
+            "; ranks that a launcher starts through a program between need "
+            f"{FOLDER_VARIABLE}, a folder that all of them see"
         )
 
     def _write(self, name: str, value: bytes) -> None:
@@ -312,9 +334,13 @@ class Job:
             try:
                 descriptor, temporary = tempfile.mkstemp(dir=self._folder, prefix=f".{name}.")
                 break
-            except FileNotFoundError:  # rank 0 closed the job before and found the folder empty
+            except (FileNotFoundError, NotADirectoryError) as error:
+                # Its own: rank 0 closed the job before and found the folder empty.
                 if not self._owns_folder:
-                    raise
+                    raise InvalidArgumentError(
+                        Status.INVALID_ARGUMENT,
+                        f"Job: folder ({FOLDER_VARIABLE}): expected one that is there, got {self._folder}",
+                    ) from error
                 self._folder.mkdir(mode=0o700, exist_ok=True)
         else:
             raise self._timeout(self.rank, name)
@@ -337,6 +363,23 @@ class Job:
 
 _numbers: dict[tuple[str, int], int] = {}
 _numbers_lock = threading.Lock()
+
+
+# What a broadcast begins with.
+_MADE, _FAILED = b"+", b"-"
+
+
+def _told(error: Exception) -> bytes:
+    if isinstance(error, NvteEpError):
+        return f"{int(error.status)} {error.text}".encode()
+    return f"{int(Status.PEER_FAILED)} {type(error).__name__}: {error}".encode()
+
+
+def _value_of(sent: bytes, root: int) -> bytes:
+    if sent.startswith(_MADE):
+        return sent[1:]
+    status, _, text = sent[1:].decode(errors="replace").partition(" ")
+    raise exception(int(status), f"Job: rank {root}: {text}")
 
 
 def _next_number(folder: Path, rank: int) -> int:

@@ -26,7 +26,8 @@ Status read_config(const nvte_ep_group_config_t* config, const Communicator& com
   if (settings->device.type != NVTE_EP_DEVICE_CPU && settings->device.type != NVTE_EP_DEVICE_CUDA) {
     return unsupported("config.device_type: expected 1 (CPU) or 2 (CUDA), got ", c.device_type);
   }
-  settings->device.id = settings->device.is_host() ? 0 : c.device_id;
+  const bool unnamed = c.device_type == 0 && c.device_id == 0;
+  settings->device.id = settings->device.is_host() ? 0 : unnamed ? comm.device() : c.device_id;
 
   if (c.num_experts < 1 || c.num_experts % comm.size() != 0) {
     return invalid_argument("config.num_experts: expected a positive multiple of the ", comm.size(),
@@ -38,7 +39,8 @@ Status read_config(const nvte_ep_group_config_t* config, const Communicator& com
     return invalid_argument("config.max_top_k: expected 1 or more, got ", c.max_top_k);
   NVTE_EP_TRY([&]() -> Status {
     if (c.hidden > 0 && c.hidden % 16 == 0 && c.hidden <= (int64_t{1} << 31)) return Status();
-    return invalid_argument("config.hidden: expected a positive multiple of 16, got ", c.hidden);
+    return invalid_argument("config.hidden: expected a positive multiple of 16, at most 2^31, got ",
+                            c.hidden);
   }());
   settings->hidden = c.hidden;
   if (c.max_tokens_per_rank < 1 || c.max_tokens_per_rank > std::numeric_limits<int32_t>::max()) {

@@ -22,6 +22,8 @@ class Communicator {
   int32_t kind() const { return kind_; }
   int32_t rank() const { return rank_; }
   int32_t size() const { return size_; }
+  // Where groups live that name no device, if that is a CUDA device.
+  virtual int32_t device() const { return 0; }
 
  private:
   int32_t kind_, rank_, size_;

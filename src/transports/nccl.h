@@ -22,7 +22,7 @@ class NcclCommunicator : public Communicator {
   ~NcclCommunicator() override;
   const nccl::Api& api() const { return api_; }
   nccl::Comm comm() const { return comm_; }  // null once it is ended or forgotten
-  int32_t device() const { return device_; }
+  int32_t device() const override { return device_; }
   // BAD_STATE where no more groups can be made of it.
   Status check_usable() const;
   // The same for a group on this device: INVALID_ARGUMENT where it is not the communicator's.

@@ -85,8 +85,8 @@ def close_dead(group: Group, handle: Handle, case: Case, me: int) -> None:
     assert time.monotonic() - start < 2 * TIMEOUT_S
     with pytest.raises(BadStateError):
         handle.prepare(case.topk[me])
-    # Not when the collector finds it: that may be while ranks that share a GPU wait for each other, and to free
-    # memory waits for them all.
+    # Not when the collector finds it: that may be while ranks that share a GPU wait for each other, and
+    # freeing its memory waits for all of them.
     handle.close()
 
 

@@ -381,6 +381,20 @@ def test_findings_of_a_bad_tensor_scale() -> None:
     assert np.isnan(nvte_ep.nvfp4_unpack(rows, 32, dtype="float32").numpy()).all()
 
 
+@pytest.mark.parametrize(
+    "scale", [3.0, 0, -2.0, 2.0**106, 2.0**-117, float("nan"), float("inf"), np.float32(0.3)]
+)
+def test_a_number_that_is_no_tensor_scale(scale: Any) -> None:
+    """Where nothing else would tell."""
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"nvfp4_pack: tensor_scale: expected"):
+        nvte_ep.nvfp4_pack(tokens_of(2, 32), tensor_scale=scale)
+
+
+@pytest.mark.parametrize("scale", [2.0**105, 2.0**-116, 1, np.float64(0.5)])
+def test_a_number_that_is_a_tensor_scale(scale: Any) -> None:
+    nvte_ep.nvfp4_pack(tokens_of(2, 32), tensor_scale=scale)
+
+
 def test_row_count() -> None:
     tokens = tokens_of(6, 32)
     expected = nvte_ep.nvfp4_pack(tokens).numpy()
@@ -663,6 +677,14 @@ def test_counts_that_do_not_fit_are_clamped(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("counts", [[128, 128], [-128, 128], [64, 0], (3,)])
+def test_counts_that_do_not_fit_are_refused_where_nothing_would_tell(format: str, counts: Any) -> None:
+    rows = pack(format)(tokens_of(128, 32))
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"direct_receive: rows_per_expert: expected"):
+        direct_receive(format)(rows, 32, counts)
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_operand_in_the_callers_buffer(format: str) -> None:
     rows = pack(format)(tokens_of(128, 32))
     total = nvte_ep.operand_layout(format, 32, 128, 2).total_bytes
@@ -792,6 +814,20 @@ def test_what_cannot_be_left_out(call: Callable[[], Any], named: str) -> None:
 def test_numbers_that_do_not_fit(option: str, value: Any) -> None:
     with pytest.raises(nvte_ep.InvalidArgumentError, match=rf"nvte_ep_nvfp4_pack: {option}: expected"):
         nvte_ep.nvfp4_pack(np.zeros((2, 32), np.float32), **{option: value})
+
+
+def test_shapes_that_do_not_fit_name_their_argument() -> None:
+    scales = np.zeros(1024, np.uint8)
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"scales_unswizzle: rows: expected"):
+        nvte_ep.scales_unswizzle(scales, -4, 4)
+    rows = nvte_ep.nvfp4_pack(tokens_of(2, 32))
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"nvfp4_unpack: hidden: expected rows of"):
+        nvte_ep.nvfp4_unpack(rows, 2**31)
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"nvfp4_unpack: hidden: expected a positive mul"):
+        nvte_ep.nvfp4_unpack(rows, 2**40)
+    parts = np.zeros((2, 16), np.uint8)
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"out: expected a tuple of 3, got one of 2"):
+        nvte_ep.nvfp4_quantize(tokens_of(2, 32), out=(parts, parts))
 
 
 def test_numpy_numbers_are_numbers() -> None:

@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import nvte_ep
@@ -18,16 +20,20 @@ ROOT = Path(__file__).resolve().parents[2]
 MOE_LAYER = ROOT / "examples" / "python" / "moe_layer.py"
 
 
-def run_moe_layer(library_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_example(library_path: Path, script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     package = str(Path(nvte_ep.__file__).resolve().parent.parent)
     environment = os.environ | {"NVTE_EP_LIBRARY": str(library_path), "PYTHONPATH": package}
     return subprocess.run(
-        [sys.executable, str(MOE_LAYER), *arguments],
+        [sys.executable, str(script), *arguments],
         env=environment,
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+def run_moe_layer(library_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_example(library_path, MOE_LAYER, *arguments)
 
 
 def test_moe_layer(library_path: Path) -> None:
@@ -41,6 +47,18 @@ def test_moe_layer_with_ranks_that_do_not_divide(library_path: Path, ranks: str)
     done = run_moe_layer(library_path, ranks)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"ranks: expected a divisor of the 8 experts, got {ranks}\n"
+
+
+def test_torch_layer(library_path: Path, framework: Callable[[str], ModuleType]) -> None:
+    framework("torch")
+    done = run_example(library_path, ROOT / "examples" / "python" / "torch_layer.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("rank 0 of 1, ")
+
+
+def test_the_front_ends_of_frameworks_are_there_by_name(framework: Callable[[str], ModuleType]) -> None:
+    framework("torch")
+    assert callable(nvte_ep.torch.dispatch)
 
 
 def test_the_guides_error_loop_ends(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import gc
 import sys
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -19,7 +20,7 @@ import nvte_ep
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nvte_ep import Array, Communicator, Group, Handle, Operand, Routing
+from nvte_ep import Array, Communicator, Group, Handle, Operand, Routing, _nccl
 from run_ranks import run_ranks
 
 Framework = Callable[[str], ModuleType]
@@ -745,6 +746,30 @@ def test_combine(group: Group, weighted: bool) -> None:
     for count in (TOKENS + 1, -1):
         with pytest.raises(nvte_ep.InvalidArgumentError, match=r"handle_combine: num_tokens: expected"):
             handle.combine(expert_out, num_tokens=count)
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=f"expected {TOKENS}, as in prepare, got 3$"):
+        handle.combine(expert_out, num_tokens=3)
+
+
+def test_an_index_type_that_is_none(group: Group) -> None:
+    handle = group.handle(top_k=TOP_K, alignment=ALIGNMENT)
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"prepare: index_dtype: expected int32 or int64"):
+        handle.prepare(np.zeros((2, TOP_K), np.int64), index_dtype="float32")
+
+
+def test_memory_names_what_it_lacks() -> None:
+    with pytest.raises(TypeError, match=r"memory\(\) missing .*'num_experts'"):
+        Group.memory(Communicator.threads(1)[0], hidden=64, max_tokens_per_rank=1)  # type: ignore[call-arg]
+
+
+def test_a_configured_nccl_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    pathfinder = types.ModuleType("cuda.pathfinder")
+    pathfinder.load_nvidia_dynamic_lib = asked.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", pathfinder)
+    for configured, expected in (("/opt/libnccl.so.2", []), ("", ["nccl"])):
+        monkeypatch.setenv("NVTE_EP_NCCL_LIBRARY", configured)
+        _nccl.preload.__wrapped__()
+        assert asked == expected
 
 
 def test_combine_types(group: Group, framework: Framework) -> None:

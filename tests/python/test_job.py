@@ -146,6 +146,46 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (nvte_ep.UnsupportedError(nvte_ep.Status.UNSUPPORTED, "NCCL: none here"), nvte_ep.UnsupportedError),
+        (OSError("none here"), nvte_ep.PeerFailedError),
+    ],
+    ids=["the library's", "another"],
+)
+def test_the_others_do_not_wait_for_what_a_rank_cannot_make(
+    error: Exception, kind: type[Exception], tmp_path: Path
+) -> None:
+    def fail() -> bytes:
+        raise error
+
+    def broadcast(rank: int) -> Exception:
+        with Job(rank, 2, tmp_path, timeout=20) as job, pytest.raises(Exception, match="none here") as caught:
+            job.broadcast(fail)
+        return caught.value
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        own, told = pool.map(broadcast, range(2))
+    assert time.monotonic() - start < 10
+    assert own is error
+    assert type(told) is kind
+    assert str(told).startswith("Job: rank 0: ")
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    for folder in (tmp_path / "nowhere", Path(__file__)):
+        with pytest.raises(nvte_ep.InvalidArgumentError, match=r"folder \(NVTE_EP_RENDEZVOUS\): expected"):
+            Job(0, 2, folder, timeout=0.1).barrier()
+
+
+def test_a_folder_that_was_named_is_no_hint(tmp_path: Path) -> None:
+    with pytest.raises(nvte_ep.PeerTimeoutError) as caught:
+        Job(0, 2, tmp_path, timeout=0.1).barrier()
+    assert "NVTE_EP_RENDEZVOUS" not in str(caught.value)
+
+
 def test_half_a_value_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file of a value is not there before all of it is."""
     writer, reader = Job(0, 2, tmp_path), Job(1, 2, tmp_path)
@@ -162,7 +202,7 @@ def test_half_a_value_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "replace", replace)
     writer.broadcast(lambda: b"all of it")
-    assert seen == [b"all of it"]
+    assert seen == [b"+all of it"]
     assert reader.broadcast(lambda: b"") == b"all of it"
     (file,) = tmp_path.glob("*.2.0")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
