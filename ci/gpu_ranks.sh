@@ -17,7 +17,8 @@ usage: ci/gpu_ranks.sh [--ranks N] [--parts PART,...] [--transports NAME,...] [-
   --transports   of peer_threads,peer_processes,peer_ipc,nccl_ep,nccl_ep_few,nccl (default: all but peer_ipc; one that
                  cannot run is a failure)
   --soak-passes  of the soaks of threads, 2,000 iterations each (default: 50; with --quick 5)
-  --figures      of bench: of layer,steps,sms24,backward,tokens,experts,threads (default: these); the last on one GPU
+  --figures      of bench: of layer,steps,sms24,backward,tokens,experts,threads (default: these, and from 4 ranks on
+                 wide: 256 experts, beside NCCL EP); threads is on one GPU
   --out DIR      summary.txt, logs.tar.gz and the figures of bench (default: $OUT, else build/gpu_ranks)
   --seconds N    what a call may take (default: 530, nine minutes less the start)
   --again        also what went well already, as build-gpu/ranks-N has it
@@ -27,7 +28,7 @@ TEXT
 }
 
 ranks="" parts=build,suites,soak,bench transports=peer_threads,peer_processes,nccl_ep,nccl_ep_few,nccl again=0 quick=0 seconds=530
-soak_passes="" figures=layer,steps,sms24,backward,tokens,experts,threads
+soak_passes="" figures=""
 out="${OUT:-$BUILD_DIR/gpu_ranks}"
 while [[ $# -gt 0 ]]; do
   case "$1" in
@@ -49,11 +50,12 @@ for part in ${parts//,/ }; do
   [[ ,build,suites,soak,bench,sanitizer, == *,"$part",* ]] || die "--parts: unknown '$part'"
 done
 for figure in ${figures//,/ }; do
-  [[ ,layer,steps,sms24,backward,tokens,experts,threads, == *,"$figure",* ]] || die "--figures: unknown '$figure'"
+  [[ ,layer,steps,sms24,backward,tokens,experts,threads,wide, == *,"$figure",* ]] || die "--figures: unknown '$figure'"
 done
 gpus="$(nvidia-smi --query-gpu=name --format=csv,noheader | grep -c . || true)"
 [[ $gpus -ge 1 ]] || die "there is no GPU"
 ranks="${ranks:-$gpus}"
+figures="${figures:-layer,steps,sms24,backward,tokens,experts,threads$([[ $ranks -lt 4 ]] || echo ,wide)}"
 several=$((ranks > 2 ? ranks : 2))  # one has no peer
 soak_passes="${soak_passes:-$((quick ? 5 : 50))}"
 python="${PYTHON:-python3}"
@@ -196,6 +198,10 @@ for part in ${parts//,/ }; do
             ;;
           tokens) figure tokens --ranks "$ranks" --tokens 1024,2048,4096,8192 "${peer[@]}" --only "prepare,$moved" ;;
           experts) figure experts --ranks "$ranks" --experts 64,256 "${peer[@]}" --only "prepare,$moved" ;;
+          wide)
+            figure wide --ranks "$ranks" --experts 256 --tokens 1024,4096,8192 --no-host --only "prepare,$moved,combine mxfp8"
+            figure wide_steps --ranks "$ranks" --experts 256 --tokens 128 --alignment 16
+            ;;
           threads)
             for number in 2 4 8; do  # on one GPU
               CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" figure "threads_$number" --ranks "$number" --threads \
