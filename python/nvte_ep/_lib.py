@@ -97,7 +97,12 @@ def last_error() -> str:
     raw: bytes = library().nvte_ep_last_error()
     text = raw.decode(errors="replace") or getattr(_interrupted, "text", "")
     _interrupted.text = ""
-    return _with_type_names(text)
+    return _with_arguments(_with_type_names(text))
+
+
+def _with_arguments(text: str) -> str:
+    """What is a field of a struct in C is an argument in Python."""
+    return re.sub(r"(?<=: )(config|options|args)\.(?=\w)", "", text)
 
 
 def _with_type_names(text: str) -> str:

@@ -357,11 +357,8 @@ _OPERAND_NAMES = {
     "alignment": "alignment",
     "columnwise": "columnwise",
     "scale_layout": "scale_layout",
-    "config.hidden": "hidden",
-    "config.alignment": "alignment",
-    "config.capacity": "rows",
-    "config.num_experts": "rows_per_expert",
-    "config.columnwise": "columnwise",
+    "capacity": "rows",
+    "num_experts": "rows_per_expert",
 }
 
 

@@ -132,7 +132,7 @@ def exception(status: int, text: str) -> NvteEpError:
 
 
 def in_words_of(function: str, names: Mapping[str, str], error: NvteEpError) -> NvteEpError:
-    """The error as a caller of `function` knows the argument: names has the C interface's names as keys."""
+    """The error as a caller of `function` knows the argument: names has the library's names as keys."""
     _, _, what = error.text.partition(": ")
     argument, colon, rest = what.partition(":")
     if not colon or argument not in names:

@@ -21,7 +21,7 @@ from nvte_ep._arguments import boolean, integer
 from nvte_ep._dtypes import Device, parse_device
 from nvte_ep.array import Array, Memory
 from nvte_ep.communicator import Communicator
-from nvte_ep.errors import BadStateError, NvteEpError, Status, exception, invalid
+from nvte_ep.errors import BadStateError, NvteEpError, Status, exception, in_words_of, invalid
 
 if TYPE_CHECKING:
     from nvte_ep.handle import Handle
@@ -157,6 +157,10 @@ def _group_device(comm: Communicator, device: Any, function: str) -> Device:
     return comm.default_device if device is None else parse_device(function, device)
 
 
+# Arguments that are several fields in C, or have other names there.
+_NAMES = {"device_type": "device", "device_id": "device", "alloc_fn": "allocator"}
+
+
 def _group_config(
     comm: Communicator,
     function: str,
@@ -243,6 +247,8 @@ class Group:
         created = ctypes.c_void_p()
         try:
             _lib.call(function, comm.pointer, ctypes.byref(config), ctypes.byref(created))
+        except NvteEpError as error:
+            raise in_words_of(function, _NAMES, error) from None
         finally:
             state.check_callbacks()
         state.pointer = created.value

@@ -403,7 +403,7 @@ def test_demo_reports_errors_of_the_library(
 ) -> None:
     monkeypatch.setattr(_ranks, "TIMEOUT_NS", -1)
     assert main(["demo", *SMALL]) == 1
-    assert "nvte_ep_group_create: config.timeout_ns" in capsys.readouterr().err
+    assert "nvte_ep_group_create: timeout_ns" in capsys.readouterr().err
 
 
 # ---- demo: its own arithmetic ---------------------------------------------------------------------

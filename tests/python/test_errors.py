@@ -225,3 +225,52 @@ def test_text_survives_a_finalizer() -> None:
     assert _lib.library().nvte_ep_last_error() == b""  # the finalizer's call succeeded
     assert "nvte_ep_row_bytes" in _lib.last_error()
     assert _lib.last_error() == ""
+
+
+# ---- the argument that a text names is one of Python's ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"rank": 3}, "nvte_ep_comm_create: rank: expected 0 to 1, got 3"),
+        ({"num_ranks": 0}, "nvte_ep_comm_create: num_ranks: expected"),
+        ({"timeout_ns": -1}, "nvte_ep_comm_create: timeout_ns: expected"),
+    ],
+)
+def test_arguments_of_a_communicator(arguments: dict[str, int], text: str) -> None:
+    with pytest.raises(nvte_ep.InvalidArgumentError) as caught:
+        nvte_ep.Communicator("threads", **({"num_ranks": 2, "rank": 0} | arguments))
+    assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize(("name", "value"), [("hidden", 17), ("num_experts", 0), ("timeout_ns", -1)])
+def test_arguments_of_a_group(name: str, value: int) -> None:
+    comm = nvte_ep.Communicator.threads(1)[0]
+    settings = {"num_experts": 4, "hidden": 32, "max_tokens_per_rank": 8, name: value}
+    for function in (nvte_ep.Group, nvte_ep.Group.memory):
+        with pytest.raises(nvte_ep.InvalidArgumentError, match=rf"_(create|memory): {name}: expected"):
+            function(comm, **settings)
+
+
+def test_an_argument_of_a_group_with_another_name_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = nvte_ep.Communicator.threads(1)[0]
+
+    def refuse(name: str, *_: object) -> None:
+        raise exception(Status.INVALID_ARGUMENT, f"{name}: device_id: expected 0, got 1")
+
+    monkeypatch.setattr(_lib, "call", refuse)
+    with pytest.raises(nvte_ep.InvalidArgumentError) as caught:
+        group(comm)
+    assert str(caught.value) == "nvte_ep_group_create: device: expected 0, got 1"
+
+
+def test_arguments_of_codecs() -> None:
+    tokens = np.ones((4, 64), np.float32)
+    rows = nvte_ep.nvfp4_pack(tokens)
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"nvfp4_pack: row_id_base: expected"):
+        nvte_ep.nvfp4_pack(tokens, row_id_base=-1)
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"nvfp4_direct_receive: rank: expected"):
+        nvte_ep.nvfp4_direct_receive(rows, 64, [4], alignment=4, rank=-1)
+    with pytest.raises(nvte_ep.InvalidArgumentError, match=r"operand_layout: num_experts: expected"):
+        nvte_ep.operand_layout("nvfp4", 64, 4, -1)
