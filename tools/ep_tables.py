@@ -195,7 +195,10 @@ def rewritten(page: Path) -> str:
             raise ValueError(f"{page}: no table is called {kind}, but {', '.join(TABLES)}")
         return mark + table_of(TABLES[kind](*(Figures(page.parent / path) for path in paths)))
 
-    return MARK.sub(fill, page.read_text())
+    text, tables = MARK.subn(fill, page.read_text())
+    if tables == 0:
+        raise ValueError(f"{page}: no line <!-- ep_tables: KIND PATH... --> in it")
+    return text
 
 
 def main(arguments: list[str]) -> int:

@@ -83,11 +83,12 @@ def main() -> int:
             float((a.detach() - b.detach()).norm() / b.detach().norm())
             for a, b in zip(got, wanted, strict=True)
         ]
-        names = ("output", "gradient of tokens", "gradient of weights")
-        told = ", ".join(f"{name} {error:.4f}" for name, error in zip(names, errors, strict=True))
+        # The output and the weights' gradients are of tokens in MXFP8, the tokens' gradients of BF16 alone.
+        bounds = {"output": 0.04, "gradient of tokens": 0.005, "gradient of weights": 0.04}
+        told = ", ".join(f"{name} {error:.4f}" for name, error in zip(bounds, errors, strict=True))
         print(f"rank {job.rank} of {job.size}, {transport} on {device}: relative errors: {told}", flush=True)
         comm.close()
-        return int(max(errors) > 0.06)
+        return int(any(error > bound for error, bound in zip(errors, bounds.values(), strict=True)))
 
 
 if __name__ == "__main__":

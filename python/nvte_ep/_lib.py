@@ -102,7 +102,7 @@ def last_error() -> str:
 
 def _with_arguments(text: str) -> str:
     """What is a field of a struct in C is an argument in Python."""
-    return re.sub(r"(?<=: )(config|options|args)\.(?=\w)", "", text)
+    return re.sub(r"^(\w+: )(?:config|options|args)\.", r"\1", text)
 
 
 def _with_type_names(text: str) -> str:

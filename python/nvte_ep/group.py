@@ -259,9 +259,23 @@ class Group:
 
     @staticmethod
     def memory(
-        comm: Communicator, *, num_experts: int, hidden: int, max_tokens_per_rank: int, **more: Any
+        comm: Communicator,
+        *,
+        num_experts: int,
+        hidden: int,
+        max_tokens_per_rank: int,
+        recv_capacity: int = 0,
+        max_top_k: int = 0,
+        device: Any = None,
+        transport: str = "auto",
+        num_sms: int = 0,
+        timeout_ns: int = 0,
+        overflow: str = "error",
+        zero_copy: bool = False,
     ) -> MemoryInfo:
-        """Bytes that a group of these settings, all but `allocator`, would hold. Local; allocates nothing."""
+        """Bytes that a group of these settings would hold. Local; allocates nothing.
+
+        Arguments are those of Group."""
         function = "nvte_ep_group_memory"
         info = _abi.MemoryInfo()
         settings = _group_config(
@@ -270,7 +284,14 @@ class Group:
             num_experts=num_experts,
             hidden=hidden,
             max_tokens_per_rank=max_tokens_per_rank,
-            **more,
+            recv_capacity=recv_capacity,
+            max_top_k=max_top_k,
+            device=device,
+            transport=transport,
+            num_sms=num_sms,
+            timeout_ns=timeout_ns,
+            overflow=overflow,
+            zero_copy=zero_copy,
         )
         _lib.call(function, comm.pointer, ctypes.byref(settings), ctypes.byref(info))
         return MemoryInfo(info.group_bytes, info.handle_bytes, info.exchange_bytes)

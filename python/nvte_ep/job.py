@@ -30,7 +30,6 @@ from nvte_ep import _abi
 from nvte_ep.communicator import Communicator, unique_id
 from nvte_ep.errors import (
     BadStateError,
-    InvalidArgumentError,
     NvteEpError,
     PeerTimeoutError,
     Status,
@@ -247,6 +246,8 @@ class Job:
         beside their own, so that rank 0 tells this run's hellos from those that an earlier run has left. Then
         it lists all words: a rank takes the list that has its own.
         """
+        if not self._owns_folder and not self._folder.is_dir():
+            raise invalid("Job", f"folder ({FOLDER_VARIABLE})", "one that is there", str(self._folder))
         if not self._number:
             self._number = _next_number(self._folder, self.rank)
             self._word = secrets.token_hex(
@@ -334,13 +335,9 @@ class Job:
             try:
                 descriptor, temporary = tempfile.mkstemp(dir=self._folder, prefix=f".{name}.")
                 break
-            except (FileNotFoundError, NotADirectoryError) as error:
-                # Its own: rank 0 closed the job before and found the folder empty.
+            except FileNotFoundError:  # rank 0 closed the job before and found the folder empty
                 if not self._owns_folder:
-                    raise InvalidArgumentError(
-                        Status.INVALID_ARGUMENT,
-                        f"Job: folder ({FOLDER_VARIABLE}): expected one that is there, got {self._folder}",
-                    ) from error
+                    raise
                 self._folder.mkdir(mode=0o700, exist_ok=True)
         else:
             raise self._timeout(self.rank, name)

@@ -47,6 +47,14 @@ def test_a_wrong_figure_is_found_and_put_right(tree: Path, page: str) -> None:
     assert run("--check", path).returncode == 0
 
 
+def test_a_page_without_tables(tree: Path) -> None:
+    page = tree / "README.md"
+    page.write_text(page.read_text().replace("ep_tables: summary", "ep_table: summary"))
+    found = run("--check", page)
+    assert found.returncode == 2
+    assert "README.md" in found.stderr
+
+
 def test_a_table_that_is_not_known(tree: Path) -> None:
     page = tree / "README.md"
     page.write_text("<!-- ep_tables: pigeons benchmarks/h200/ep_1gpu -->\n")

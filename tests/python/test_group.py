@@ -756,9 +756,10 @@ def test_an_index_type_that_is_none(group: Group) -> None:
         handle.prepare(np.zeros((2, TOP_K), np.int64), index_dtype="float32")
 
 
-def test_memory_names_what_it_lacks() -> None:
-    with pytest.raises(TypeError, match=r"memory\(\) missing .*'num_experts'"):
-        Group.memory(Communicator.threads(1)[0], hidden=64, max_tokens_per_rank=1)  # type: ignore[call-arg]
+@pytest.mark.parametrize("arguments", [{}, {"num_experts": 4, "hiden": 64}], ids=["missing", "unknown"])
+def test_wrong_keywords_of_memory_name_the_function_that_was_called(arguments: dict[str, int]) -> None:
+    with pytest.raises(TypeError, match=r"^Group\.memory\(\) "):
+        Group.memory(Communicator.threads(1)[0], hidden=64, max_tokens_per_rank=1, **arguments)
 
 
 def test_a_configured_nccl_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:

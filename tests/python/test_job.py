@@ -174,10 +174,11 @@ def test_the_others_do_not_wait_for_what_a_rank_cannot_make(
     assert str(told).startswith("Job: rank 0: ")
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_folder_that_is_not_there(rank: int, tmp_path: Path) -> None:
     for folder in (tmp_path / "nowhere", Path(__file__)):
         with pytest.raises(nvte_ep.InvalidArgumentError, match=r"folder \(NVTE_EP_RENDEZVOUS\): expected"):
-            Job(0, 2, folder, timeout=0.1).barrier()
+            Job(rank, 2, folder).barrier()
 
 
 def test_a_folder_that_was_named_is_no_hint(tmp_path: Path) -> None:
